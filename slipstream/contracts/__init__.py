@@ -1,0 +1,1 @@
+"""Plain data that crosses borders. Imports nothing of ours and no torch."""

@@ -1,0 +1,29 @@
+"""Errors that cross borders. What a user did wrong is a BadRequest; what broke under us is an EngineError."""
+
+from __future__ import annotations
+
+from typing import Any
+
+
+class BadRequest(ValueError):
+    """A request that cannot be served as asked.
+
+    The text always names the field, the value that was given and the limit that it breaks, so that the
+    HTTP server (status 400) and the Python API (ValueError) say the same thing.
+    """
+
+    def __init__(self, field: str, value: Any, limit: str) -> None:
+        shown = repr(value)
+        shown = shown if len(shown) <= 80 else shown[:77] + "..."
+        super().__init__(f"{field}={shown}: {limit}")
+        self.field = field
+        self.value = value
+        self.limit = limit
+
+
+class EngineError(RuntimeError):
+    """The engine failed while serving; the request was valid."""
+
+
+class EngineDeadError(EngineError):
+    """The engine process ended and cannot take requests."""
