@@ -1,0 +1,40 @@
+"""What a front end needs of an engine, whether it runs in this process or behind a socket."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any, Protocol
+
+from slipstream.contracts.limits import ModelLimits
+from slipstream.contracts.outputs import EngineOutputs
+from slipstream.contracts.request import EngineRequest
+
+
+@dataclass(frozen=True, slots=True)
+class EngineInfo:
+    """Facts of a running engine. end_token_ids: the model's own end tokens; plan: EnginePlan.choices as plain data
+    (decision -> {"value", "reason", "flag"})."""
+
+    limits: ModelLimits
+    end_token_ids: tuple[int, ...]
+    plan: dict[str, dict[str, Any]] = field(default_factory=dict)
+
+
+class EngineClient(Protocol):
+    """add and abort never wait for a step. Outputs come in the order the engine made them."""
+
+    info: EngineInfo
+
+    def add(self, requests: Sequence[EngineRequest]) -> None: ...
+
+    def abort(self, keys: Sequence[int]) -> None:
+        """Ends requests without a further output; unknown and finished keys are ignored."""
+        ...
+
+    def receive(self, timeout: float | None = None) -> EngineOutputs | None:
+        """The next outputs; None after timeout seconds, or at once where the engine (in this process) is idle.
+        Raises EngineDeadError when the engine is gone."""
+        ...
+
+    def close(self) -> None: ...
