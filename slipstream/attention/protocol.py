@@ -20,7 +20,9 @@ class AttentionBatch:
 
     query_start_L1: int32 [L + 1]; length_L: int32, exact KV positions of each lane after this step's tokens (device).
     position_T: int64; slot_T: int64, where each token's K and V go (dead and padding tokens: the null block).
-    block_table_LB: int32 [L, B], B covers len_bound. query_len_L: the host's copy of the lengths, exact.
+    block_table_LB: int32 [L, B], every block a row may have. query_len_L, length_bound_L: host copies, int32 [L]; the
+    first is exact, the second is an upper bound of length_L, exact for prefill lanes. Eager backends size their work
+    by them; a captured backend must not read them.
     """
 
     query_start_L1: Tensor
@@ -29,9 +31,8 @@ class AttentionBatch:
     slot_T: Tensor
     block_table_LB: Tensor
     query_len_L: np.ndarray
+    length_bound_L: np.ndarray
     num_decode_lanes: int
-    len_bound: int
-    block_size: int
 
 
 class Attend(Protocol):

@@ -1,0 +1,107 @@
+"""The engine loop: joins scheduler and runner, and keeps up to `steps_in_flight` steps on the stream.
+
+While a step runs, the next one is planned and submitted; then the oldest result is read. One thread owns a core.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import logging
+import time
+from collections import deque
+from collections.abc import Sequence
+
+from slipstream.config.plan import Choice, EnginePlan
+from slipstream.contracts.limits import ModelLimits
+from slipstream.contracts.outputs import EngineOutputs
+from slipstream.contracts.request import EngineRequest
+from slipstream.engine.client import EngineInfo
+from slipstream.observe.trace import NoTracer, Tracer
+from slipstream.runner.build import build_runner
+from slipstream.runner.handle import StepHandle
+from slipstream.scheduler import Scheduler, SchedulerConfig
+
+log = logging.getLogger("slipstream.engine")
+
+
+class EngineCore:
+    """Scheduler, runner and the steps in flight. Raises ValueError at construction for what cannot be honoured."""
+
+    def __init__(self, plan: EnginePlan) -> None:
+        built = build_runner(plan)
+        self._runner = built.runner
+        num_blocks = built.memory.num_blocks
+        self.scheduler = Scheduler(SchedulerConfig(
+            max_num_seqs=plan.max_num_seqs, max_num_batched_tokens=plan.max_num_batched_tokens,
+            max_model_len=plan.max_model_len, block_size=plan.block_size, num_blocks=num_blocks,
+            policy=plan.args.scheduling_policy, enable_prefix_caching=plan.args.enable_prefix_caching,
+        ))
+        choices = dict(plan.choices)
+        choices["linear"] = Choice(value=built.linear_name, reason=built.linear_reason, flag="--dtype")
+        choices["kv_cache"] = dataclasses.replace(choices["kv_cache"], value=built.memory.describe())
+        self.info = EngineInfo(
+            # Block 0 is the null block: a request can have all but one.
+            limits=ModelLimits(plan.spec.vocab_size, plan.max_model_len, plan.block_size, num_blocks - 1,
+                               plan.max_logprobs),
+            end_token_ids=plan.spec.end_token_ids,
+            plan={name: dataclasses.asdict(choice) for name, choice in choices.items()},
+        )
+        self._depth = plan.steps_in_flight
+        self._flight: deque[StepHandle] = deque()
+        self._tracer: Tracer | NoTracer = Tracer(plan.args.trace) if plan.args.trace else NoTracer()
+        for name, choice in choices.items():
+            log.info("%s: %s (%s)", name, choice.value, choice.reason)
+
+    def add(self, requests: Sequence[EngineRequest]) -> None:
+        for request in requests:
+            self.scheduler.add(request)
+
+    def abort(self, keys: Sequence[int]) -> None:
+        self.scheduler.abort(keys)
+
+    @property
+    def has_work(self) -> bool:
+        return bool(self._flight) or self.scheduler.has_work
+
+    def step(self) -> EngineOutputs | None:
+        """Fill the pipeline, then wait for the oldest step. None where nothing was in flight and nothing could be
+        scheduled."""
+        begin = time.perf_counter()
+        while len(self._flight) < self._depth and self._submit():
+            pass
+        host = time.perf_counter() - begin
+        if not self._flight:
+            return self.scheduler.drain()
+        handle = self._flight.popleft()
+        result = handle.wait()
+        begin = time.perf_counter()
+        outputs = self.scheduler.apply(result)
+        end = time.perf_counter()
+        outputs.stats.steps_in_flight = len(self._flight)
+        outputs.stats.host_us = (host + end - begin) * 1e6
+        self._trace(handle, begin, end)
+        return outputs
+
+    def _submit(self) -> bool:
+        begin = time.perf_counter()
+        plan = self.scheduler.schedule()
+        if plan is None:
+            return False
+        middle = time.perf_counter()
+        self._flight.append(self._runner.step(plan))
+        end = time.perf_counter()
+        facts = {"step": plan.step, "lanes": len(plan.lane_row), "changed": plan.lanes_changed}
+        self._tracer.span("scheduler", "schedule", begin, middle, **facts)
+        self._tracer.span("runner", "submit", middle, end, **facts)
+        return True
+
+    def _trace(self, handle: StepHandle, begin: float, end: float) -> None:
+        self._tracer.span("device", "step", handle.event.begin, handle.event.end, step=handle.step)
+        self._tracer.span("output", "apply", begin, end, step=handle.step)
+
+    def close(self) -> None:
+        """Wait for the steps in flight, end the stream, write the trace."""
+        while self._flight:
+            self._flight.popleft().wait()
+        self._runner.close()
+        self._tracer.close()

@@ -1,0 +1,1 @@
+"""Logs and traces. Imports nothing of ours."""

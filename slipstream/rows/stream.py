@@ -1,0 +1,156 @@
+"""The compute stream: work runs in the order it was submitted; nobody waits but the one who reads a result.
+
+On a CPU the stream is a worker thread, so that the host really plans the next step while this one runs.
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable
+from queue import SimpleQueue
+from typing import Any, Protocol
+
+import torch
+
+
+class Ticket(Protocol):
+    """Whatever a buffer's reuse has to wait for."""
+
+    def wait(self) -> Any: ...
+
+
+class Event(Protocol):
+    """The end of one piece of submitted work. begin and end: time.perf_counter() seconds, for traces."""
+
+    @property
+    def begin(self) -> float: ...
+
+    @property
+    def end(self) -> float: ...
+
+    def wait(self) -> Any:
+        """Blocks until the work is done; returns its value or raises what it raised."""
+        ...
+
+    def done(self) -> bool: ...
+
+
+class Stream(Protocol):
+    """An in-order queue of device work."""
+
+    def submit(self, work: Callable[[], Any]) -> Event: ...
+
+    def close(self) -> None: ...
+
+
+class CpuEvent:
+    """Set by the worker thread. begin and end are time.perf_counter() seconds of the work itself."""
+
+    __slots__ = ("_begin", "_done", "_end", "_value")
+
+    def __init__(self) -> None:
+        # A lock held until the work is done costs a tenth of a threading.Event.
+        self._done = threading.Lock()
+        self._done.acquire()
+        self._value: Any = None
+        self._begin = self._end = 0.0
+
+    @property
+    def begin(self) -> float:
+        return self._begin
+
+    @property
+    def end(self) -> float:
+        return self._end
+
+    def finish(self, value: Any, begin: float) -> None:
+        self._value = value
+        self._begin, self._end = begin, time.perf_counter()
+        self._done.release()
+
+    def wait(self) -> Any:
+        with self._done:
+            value = self._value
+        if isinstance(value, BaseException):
+            raise value
+        return value
+
+    def done(self) -> bool:
+        return not self._done.locked()
+
+
+class CpuStream:
+    """One worker thread that executes in order, under inference mode."""
+
+    def __init__(self) -> None:
+        self._queue: SimpleQueue[tuple[Callable[[], Any], CpuEvent] | None] = SimpleQueue()
+        self._thread = threading.Thread(target=self._run, name="slipstream-device", daemon=True)
+        self._thread.start()
+
+    def submit(self, work: Callable[[], Any]) -> CpuEvent:
+        event = CpuEvent()
+        self._queue.put((work, event))
+        return event
+
+    def close(self) -> None:
+        self._queue.put(None)
+        self._thread.join()
+
+    @torch.inference_mode()
+    def _run(self) -> None:
+        while (item := self._queue.get()) is not None:
+            work, event = item
+            begin = time.perf_counter()
+            try:
+                value = work()
+            except Exception as error:  # carried to whoever waits for this step
+                value = error
+            event.finish(value, begin)
+            # Dropped before the next wait: a parked worker must not keep a step's tensors alive.
+            del item, work, event, value
+
+
+class CudaEvent:
+    """Recorded after the work's last kernel."""
+
+    __slots__ = ("_begin", "_event", "_value")
+
+    def __init__(self, value: Any, event: torch.cuda.Event, begin: float) -> None:
+        self._value, self._event, self._begin = value, event, begin
+
+    @property
+    def begin(self) -> float:
+        """When the host began to launch."""
+        return self._begin
+
+    @property
+    def end(self) -> float:
+        """When the host saw the end; the device's own times come from a profiler."""
+        return time.perf_counter()
+
+    def wait(self) -> Any:
+        self._event.synchronize()
+        return self._value
+
+    def done(self) -> bool:
+        return self._event.query()
+
+
+class CudaStream:
+    """A CUDA stream: the caller's thread launches, the device executes in order."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._stream = torch.cuda.Stream(device)
+
+    @torch.inference_mode()
+    def submit(self, work: Callable[[], Any]) -> CudaEvent:
+        begin = time.perf_counter()
+        with torch.cuda.stream(self._stream):
+            value = work()
+            event = torch.cuda.Event()
+            event.record(self._stream)
+        return CudaEvent(value, event, begin)
+
+    def close(self) -> None:
+        self._stream.synchronize()

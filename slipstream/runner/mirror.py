@@ -1,0 +1,41 @@
+"""What the runner's host side keeps per row: facts set at admission, and how far a row was scheduled."""
+
+from __future__ import annotations
+
+import numpy as np
+
+from slipstream.contracts.step import Admission, StepPlan
+
+Array = np.ndarray
+
+
+class RowMirror:
+    """NumPy columns by row. computed_bound is exact for a prefill and an upper bound for a decode."""
+
+    def __init__(self, num_rows: int) -> None:
+        self.features = np.zeros(num_rows, np.int64)
+        self.logprobs = np.full(num_rows, -1, np.int32)
+        self.prompt_logprobs = np.full(num_rows, -1, np.int32)
+        self.prompt_len = np.zeros(num_rows, np.int32)
+        self.computed_bound = np.zeros(num_rows, np.int32)
+
+    def admit(self, admission: Admission, features: int, vocab_size: int) -> None:
+        row, params = admission.row, admission.request.params
+        self.features[row] = features
+        self.logprobs[row] = _count(params.logprobs, vocab_size)
+        self.prompt_logprobs[row] = _count(params.prompt_logprobs, vocab_size)
+        self.prompt_len[row] = len(admission.request.prompt_token_ids)
+        self.computed_bound[row] = admission.num_cached
+
+    def advance(self, plan: StepPlan) -> Array:
+        """int32 [L], the KV length bound of each lane after this step."""
+        bound_L: Array = self.computed_bound[plan.lane_row] + plan.lane_query_len
+        self.computed_bound[plan.lane_row] = bound_L
+        return bound_L
+
+
+def _count(asked: int | None, vocab_size: int) -> int:
+    """Number of top logprobs: -1 for none asked; the vocabulary where all are asked (-1 of the API)."""
+    if asked is None:
+        return -1
+    return vocab_size if asked == -1 else min(asked, vocab_size)

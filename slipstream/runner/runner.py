@@ -1,0 +1,87 @@
+"""The V2 runner: a step is a list of verbs over the row table. It never waits for the device.
+
+No feature has a name here; what a feature needs joins through a list (sampling), a protocol (attention) or a column.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import numpy as np
+
+from slipstream.attention.protocol import AttentionBackend
+from slipstream.contracts.step import Admission, StepPlan
+from slipstream.models.base import Model
+from slipstream.rows.doors import OutRecord, Ring
+from slipstream.rows.stream import Stream
+from slipstream.rows.table import RowTable
+from slipstream.runner.handle import StepHandle
+from slipstream.runner.lanes import LaneSet, prompt_scores, stage_lanes
+from slipstream.runner.mirror import RowMirror
+from slipstream.runner.tick import StepWork, Tick
+from slipstream.sampling.pipeline import Pipeline
+
+
+class ModelRunner:
+    """Turns plans into steps on the stream. One thread calls it."""
+
+    def __init__(
+        self,
+        *,
+        table: RowTable,
+        model: Model,
+        attention: AttentionBackend,
+        pipeline: Pipeline,
+        stream: Stream,
+        steps_in_flight: int,
+        vocab_size: int,
+    ) -> None:
+        self.table = table
+        self.stream = stream
+        self._pipeline = pipeline
+        self._vocab_size = vocab_size
+        self._mirror = RowMirror(table.num_rows)
+        self._tick = Tick(table, model, attention, pipeline)
+        pinned = table.device.type == "cuda"
+        self._records = Ring(lambda: OutRecord(table.num_rows, pinned), steps_in_flight + 1)
+        self._lanes: LaneSet | None = None
+
+    def step(self, plan: StepPlan) -> StepHandle:
+        """Submit one step; returns at once."""
+        self._release(plan)
+        self._admit(plan.admissions)
+        self.table.grant(plan.grant_row, plan.grant_index, plan.grant_block)
+        lanes = self._stage_lanes(plan)
+        bound_L = self._mirror.advance(plan)
+        scores = prompt_scores(lanes, self._mirror, bound_L)
+        writes = self.table.flush()
+        slot, record = self._records.take()
+        work = StepWork(writes, lanes, bound_L, scores, record)
+        event = self.stream.submit(lambda: self._tick.run(work))
+        writes.done_by(event)
+        handle = StepHandle(plan.step, work, event)
+        self._records.give_ticket(slot, handle)
+        return handle
+
+    def _release(self, plan: StepPlan) -> None:
+        """Rows whose owner left die, unless this very plan gives them to somebody else."""
+        if len(plan.released) and plan.admissions:
+            taken = np.array([a.row for a in plan.admissions], np.int32)
+            self.table.release(np.setdiff1d(plan.released, taken))
+        else:
+            self.table.release(plan.released)
+
+    def _admit(self, admissions: Sequence[Admission]) -> None:
+        for admission in admissions:
+            writer = self.table.admit(admission)
+            features = self._pipeline.admit(admission.request, writer)
+            writer.commit()
+            self._mirror.admit(admission, features, self._vocab_size)
+
+    def _stage_lanes(self, plan: StepPlan) -> LaneSet:
+        if plan.lanes_changed or self._lanes is None:
+            self._lanes = stage_lanes(plan, self.table, self._mirror, self._pipeline.names)
+        return self._lanes
+
+    def close(self) -> None:
+        self.stream.close()

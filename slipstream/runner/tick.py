@@ -1,0 +1,124 @@
+"""The device's part of a step, in order, as it runs on the stream: inputs, forward, sample, commit, record.
+
+Everything it reads of a request is in the row table. Host facts (LaneSet) only size the work.
+
+Legend: T tokens, L lanes, N sampling lanes, V vocabulary, H hidden size.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+
+from slipstream.attention.protocol import AttentionBackend, AttentionBatch
+from slipstream.kernels.commit import commit_step
+from slipstream.kernels.logprobs import token_logprobs
+from slipstream.kernels.step_inputs import StepInputs, build_step_inputs
+from slipstream.models.base import Model
+from slipstream.rows.columns import Array
+from slipstream.rows.doors import OutRecord, StagedWrites
+from slipstream.rows.table import RowTable
+from slipstream.runner.lanes import LOGPROBS, LaneSet, PromptScore
+from slipstream.sampling.pipeline import Pipeline
+from slipstream.sampling.protocol import SampleBatch
+
+Tensor = torch.Tensor
+Scores = tuple[Tensor, Tensor, Tensor]
+
+# Prompt tokens whose logits are held at once: [256, V] float32 is 50 MB at 49,152 and 156 MB at 152k.
+SCORE_CHUNK = 256
+
+
+@dataclass(frozen=True, slots=True)
+class StepWork:
+    """What step() hands the stream."""
+
+    writes: StagedWrites
+    lanes: LaneSet
+    length_bound_L: Array
+    prompt_scores: list[PromptScore]
+    record: OutRecord
+
+
+@dataclass(slots=True)
+class TickOutput:
+    """Large and rare results, still on the device: (ids, values, rank) of sampled and of prompt tokens."""
+
+    logprobs: Scores | None
+    prompt_logprobs: list[Scores]
+
+
+class Tick:
+    """Binds the parts that a step runs through."""
+
+    def __init__(self, table: RowTable, model: Model, attention: AttentionBackend, pipeline: Pipeline) -> None:
+        self._table = table
+        self._model = model
+        self._attention = attention
+        self._pipeline = pipeline
+
+    def run(self, work: StepWork) -> TickOutput:
+        """One step on the stream."""
+        work.writes.apply(self._table.arena)
+        lanes = work.lanes
+        inputs = self._inputs(lanes)
+        attend = self._attention.bind(self._attention_batch(inputs, work))
+        hidden_TH = self._model.forward(inputs.token_T, inputs.position_T, attend)
+        sample_N = self._table.lanes["sample_to_lane"][: len(lanes.sample_lane_N)].long()
+        logprobs, token_N, ok_N = self._sample(hidden_TH, inputs, sample_N, lanes)
+        columns = self._table.columns
+        record = commit_step(
+            inputs, sample_N, token_N, ok_N, tokens_RM=columns["tokens"], length_R=columns["length"],
+            num_computed_R=columns["num_computed"], max_len_R=columns["max_len"], end_ids_RE=columns["end_ids"],
+            alive_R=columns["alive"],
+        )
+        work.record.write(record.count_L, record.finish_L, record.token_L)
+        return TickOutput(logprobs, [self._score_prompt(hidden_TH, score) for score in work.prompt_scores])
+
+    def _inputs(self, lanes: LaneSet) -> StepInputs:
+        columns, arrays = self._table.columns, self._table.lanes
+        return build_step_inputs(
+            arrays["lane_to_row"][: lanes.num_lanes], arrays["lane_query_len"][: lanes.num_lanes], lanes.num_tokens,
+            tokens_RM=columns["tokens"], num_computed_R=columns["num_computed"], alive_R=columns["alive"],
+            blocks_RB=columns["blocks"], block_size=self._table.block_size,
+        )
+
+    def _attention_batch(self, inputs: StepInputs, work: StepWork) -> AttentionBatch:
+        return AttentionBatch(
+            query_start_L1=inputs.query_start_L1, length_L=inputs.length_L, position_T=inputs.position_T,
+            slot_T=inputs.slot_T, block_table_LB=self._table.columns["blocks"][inputs.row_L],
+            query_len_L=work.lanes.query_len_L, length_bound_L=work.length_bound_L,
+            num_decode_lanes=work.lanes.num_decode_lanes,
+        )
+
+    def _sample(
+        self, hidden_TH: Tensor, inputs: StepInputs, sample_N: Tensor, lanes: LaneSet
+    ) -> tuple[Scores | None, Tensor, Tensor]:
+        """Token and validity of every sampling lane, and raw logprobs of those that asked."""
+        if len(sample_N) == 0:
+            empty = sample_N.int()
+            return None, empty, empty.bool()
+        last_N = (inputs.query_start_L1[1:][sample_N] - 1).long()
+        logits_NV = self._model.logits(hidden_TH[last_N])
+        row_N = inputs.row_L[sample_N]
+        places = {name: self._table.lanes[f"feature_{name}"][:n].long() for name, n in lanes.counts.items()}
+        asked = places.pop(LOGPROBS, None)
+        raw = logits_NV[asked] if asked is not None else None  # before the pipeline changes the logits in place
+        batch = SampleBatch(row_N, self._table.columns["length"][row_N], self._table.columns, places)
+        sampled = self._pipeline.sample(logits_NV, batch)
+        if raw is None or asked is None:
+            return None, sampled.tokens_N, sampled.ok_N
+        # A row that fails has no token; its scores are never read.
+        token = sampled.tokens_N[asked].clamp(min=0)
+        return token_logprobs(raw, token, lanes.num_logprobs), sampled.tokens_N, sampled.ok_N
+
+    def _score_prompt(self, hidden_TH: Tensor, score: PromptScore) -> Scores:
+        target_T = self._table.columns["tokens"][score.row, score.first : score.first + score.count].clone()
+        pieces = []
+        for begin in range(0, score.count, SCORE_CHUNK):
+            end = min(begin + SCORE_CHUNK, score.count)
+            logits_TV = self._model.logits(hidden_TH[score.token + begin : score.token + end])
+            pieces.append(token_logprobs(logits_TV, target_T[begin:end], score.num_logprobs))
+        ids, values, rank = (torch.cat(parts) for parts in zip(*pieces, strict=True))
+        return ids, values, rank

@@ -1,0 +1,169 @@
+"""The row table and its two doors."""
+
+import threading
+
+import numpy as np
+import pytest
+import torch
+
+from slipstream.contracts.request import EngineRequest
+from slipstream.contracts.sampling_params import SamplingParams
+from slipstream.contracts.step import Admission
+from slipstream.kernels.spans import scatter_spans
+from slipstream.rows.columns import Column
+from slipstream.rows.doors import InDoor, Ring
+from slipstream.rows.stream import CpuStream
+from slipstream.rows.table import RowTable
+
+EXTRA = (Column("heat", "f32", default=0.5), Column("picks", width=6), Column("weights", "f32", width=3))
+
+
+def make_table() -> RowTable:
+    return RowTable(max_num_seqs=4, max_model_len=20, block_size=4, device=torch.device("cpu"), columns=EXTRA,
+                    features=("heat",))
+
+
+def make_admission(row: int, tokens: list[int], prompt_len: int, **params: object) -> Admission:
+    request = EngineRequest(
+        key=7, prompt_token_ids=np.array(tokens[:prompt_len], np.int32), params=SamplingParams(**params),
+        seed=0xFEDCBA9876543210, end_token_ids=(2, 9), max_len=15,
+    )
+    return Admission(row, 3, request, np.array(tokens, np.int32), 4, np.array([5, 6], np.int32))
+
+
+def test_admission_overwrites_every_scalar_that_the_last_owner_left():
+    table = make_table()
+    table.arena.fill_(123456)
+    writer = table.admit(make_admission(2, [11, 12, 13, 14, 15], 5, min_tokens=3))
+    writer.commit()
+    table.flush().apply(table.arena)
+    got = {name: view[2].item() for name, view in table.columns.items() if view.dim() == 1}
+    assert got == {
+        "alive": 1, "generation": 3, "length": 5, "num_computed": 4, "prompt_len": 5, "min_len": 8, "max_len": 15,
+        "seed_lo": 0x76543210, "seed_hi": 0xFEDCBA98 - (1 << 32), "heat": 0.5,
+    }
+    assert table.columns["tokens"][2, :5].tolist() == [11, 12, 13, 14, 15]
+    assert table.columns["blocks"][2, :2].tolist() == [5, 6]
+    assert table.columns["end_ids"][2].tolist() == [2, 9] + [-1] * 62
+
+
+def test_a_write_to_one_row_leaves_all_other_rows_as_they_were():
+    table = make_table()
+    table.arena.copy_(torch.arange(len(table.arena), dtype=torch.int32))
+    before = {name: view.clone() for name, view in table.columns.items()}
+    writer = table.admit(make_admission(1, [3, 4], 2))
+    writer.span("weights", np.array([0.25, -1.5], np.float32), start=1)
+    writer.commit()
+    table.flush().apply(table.arena)
+    for name, view in table.columns.items():
+        for row in (0, 2, 3, 4):
+            assert torch.equal(view[row].view(torch.int32), before[name][row].view(torch.int32)), (name, row)
+    assert table.columns["weights"][1, 1:].tolist() == [0.25, -1.5]
+
+
+def test_columns_do_not_overlap():
+    table = make_table()
+    views = {**table.columns, **table.lanes}
+    for number, view in enumerate(views.values()):
+        view.view(torch.int32).fill_(number)
+    for number, (name, view) in enumerate(views.items()):
+        assert (view.view(torch.int32) == number).all(), name
+    assert sum(view.numel() for view in views.values()) == table.arena.numel()
+
+
+def test_grants_and_releases_are_single_words():
+    table = make_table()
+    table.columns["alive"].fill_(1)
+    table.grant(np.array([0, 3], np.int32), np.array([1, 4], np.int32), np.array([8, 9], np.int32))
+    table.release(np.array([3, 1], np.int32))
+    table.flush().apply(table.arena)
+    blocks = torch.zeros(5, 5, dtype=torch.int32)
+    blocks[0, 1], blocks[3, 4] = 8, 9
+    assert torch.equal(table.columns["blocks"], blocks)
+    assert table.columns["alive"].tolist() == [1, 0, 1, 0, 1]
+
+
+def test_a_list_that_is_too_long_for_its_column_is_caught():
+    writer = make_table().admit(make_admission(1, [3, 4], 2))
+    with pytest.raises(AssertionError, match="picks"):
+        writer.span("picks", np.arange(4), start=3)
+
+
+@pytest.mark.parametrize("seed", range(5))
+def test_scatter_spans_equals_slice_assignment(seed):
+    rng = np.random.default_rng(seed)
+    arena = torch.from_numpy(rng.integers(-9, 9, 500).astype(np.int32))
+    expected = arena.clone()
+    lengths = rng.integers(0, 30, 12)
+    places = np.cumsum(np.concatenate(([rng.integers(0, 9)], lengths[:-1] + rng.integers(0, 9, 11))))
+    payload = rng.integers(100, 1000, lengths.sum()).astype(np.int32)
+    start = np.concatenate(([0], np.cumsum(lengths)))
+    for place, a, b in zip(places, start, start[1:], strict=False):
+        expected[place : place + b - a] = torch.from_numpy(payload[a:b])
+    scatter_spans(arena, torch.from_numpy(payload), torch.from_numpy(places), torch.from_numpy(start))
+    assert torch.equal(arena, expected)
+
+
+def test_a_staging_buffer_is_not_reused_before_its_last_reader_is_done():
+    """The stream is held back while more flushes come than there are buffers; every one must arrive unharmed."""
+    door, stream = InDoor(2, pinned=False), CpuStream()
+    arena = torch.zeros(64, dtype=torch.int32)
+    gate = threading.Event()
+    stream.submit(gate.wait)
+    seen, finished = [], threading.Event()
+
+    def produce() -> None:
+        for value in range(1, 9):
+            door.span(0, np.full(64, value, np.int32))
+            writes = door.flush()
+            writes.done_by(stream.submit(lambda w=writes: (w.apply(arena), seen.append(arena.clone()))))
+        finished.set()
+
+    threading.Thread(target=produce, daemon=True).start()
+    assert not finished.wait(0.2), "the third flush had no free buffer and must wait"
+    gate.set()
+    assert finished.wait(10)
+    stream.close()
+    assert [t.unique().tolist() for t in seen] == [[value] for value in range(1, 9)]
+
+
+def test_a_flush_larger_than_the_buffer_grows_it():
+    door = InDoor(1, pinned=False, words=4, spans=1)
+    arena = torch.zeros(100, dtype=torch.int32)
+    door.span(10, np.arange(50, dtype=np.int32))
+    door.cells(np.array([0, 99]), np.array([7, 8], np.int32))
+    door.flush().apply(arena)
+    assert arena[10:60].tolist() == list(range(50))
+    assert (arena[0], arena[99]) == (7, 8)
+
+
+def test_a_ring_hands_out_its_items_in_turn_after_their_tickets():
+    ring = Ring(lambda: object(), 2)
+    waited = []
+
+    class Ticket:
+        def __init__(self, name):
+            self.name = name
+
+        def wait(self):
+            waited.append(self.name)
+
+    first, _ = ring.take()
+    ring.give_ticket(first, Ticket("first"))
+    second, _ = ring.take()
+    ring.give_ticket(second, Ticket("second"))
+    assert waited == []
+    ring.take()
+    assert waited == ["first"]
+
+
+def test_the_cpu_stream_runs_in_order_and_carries_errors_to_the_waiter():
+    stream, order = CpuStream(), []
+    events = [stream.submit(lambda i=i: order.append(i) or i) for i in range(50)]
+    failing = stream.submit(lambda: 1 / 0)
+    after = stream.submit(lambda: "on")
+    assert [e.wait() for e in events] == list(range(50)) == order
+    with pytest.raises(ZeroDivisionError):
+        failing.wait()
+    assert after.wait() == "on"
+    stream.close()
