@@ -2,8 +2,8 @@
 
 Eager: it sizes its gathers by the host's length bounds and masks by the device's exact lengths.
 
-Legend: T tokens, L lanes, H query heads, G KV heads, Q queries of a KV head's group, D head size, S key positions,
-B blocks.
+Legend: T tokens, L lanes, H query heads, G KV heads, Q queries of a KV head's group, D head size, S key
+positions, B blocks.
 """
 
 from __future__ import annotations
@@ -67,8 +67,14 @@ class PagedTorchAttention:
         for pool in (self.keys, self.values):
             pool.clear()
             pool += [
-                torch.zeros(num_blocks, self.block_size, a.num_kv_heads, a.head_dim, dtype=self.dtype,
-                            device=self.device)
+                torch.zeros(
+                    num_blocks,
+                    self.block_size,
+                    a.num_kv_heads,
+                    a.head_dim,
+                    dtype=self.dtype,
+                    device=self.device,
+                )
                 for a in self.layers
             ]
 
@@ -77,7 +83,8 @@ class PagedTorchAttention:
 
 
 class PagedTorchStep:
-    """Attend for one step. Masks depend on the window only, so they are made once for all layers that share it."""
+    """Attend for one step. Masks depend on the window only, so they are made once for all layers that share
+    it."""
 
     def __init__(self, backend: PagedTorchAttention, batch: AttentionBatch) -> None:
         self._backend = backend
@@ -99,13 +106,21 @@ class PagedTorchStep:
             size = len(lane.key_S)
             q_HTD = q_THD[lane.tokens].transpose(0, 1)
             causal = lane.whole and (shape.window is None or size <= shape.window)
-            mask = None if causal else self._mask(-1 - number, shape.window, lane.position_T1, None, lane.key_S)
+            mask = (
+                None if causal else self._mask(-1 - number, shape.window, lane.position_T1, None, lane.key_S)
+            )
             out_HTD = _attend(q_HTD[None], k_GSD[None, :, :size], v_GSD[None, :, :size], mask, causal, shape)
             out_THD[lane.tokens] = out_HTD[0].transpose(0, 1)
         return out_THD
 
     def _decode(
-        self, number: int, group: DecodeGroup, shape: LayerAttention, q_THD: Tensor, keys: Tensor, values: Tensor,
+        self,
+        number: int,
+        group: DecodeGroup,
+        shape: LayerAttention,
+        q_THD: Tensor,
+        keys: Tensor,
+        values: Tensor,
         out_THD: Tensor,
     ) -> None:
         lanes = group.block_LB.shape[0]
@@ -134,8 +149,8 @@ class PagedTorchStep:
 
 
 def _decode_groups(batch: AttentionBatch, block_size: int) -> list[DecodeGroup]:
-    """Lanes of one group pad their keys to the longest of them, so lengths within a group differ by a third at most
-    (a group costs about 40 us a layer, a padded key position about 0.1 us)."""
+    """Lanes of one group pad their keys to the longest of them, so lengths within a group differ by a third
+    at most (a group costs about 40 us a layer, a padded key position about 0.1 us)."""
     count = batch.num_decode_lanes
     if count == 0:
         return []

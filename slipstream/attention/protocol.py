@@ -18,11 +18,11 @@ Tensor = torch.Tensor
 class AttentionBatch:
     """One step's lanes. Decode lanes come first, one token each; then prefill lanes.
 
-    query_start_L1: int32 [L + 1]; length_L: int32, exact KV positions of each lane after this step's tokens (device).
-    position_T: int64; slot_T: int64, where each token's K and V go (dead and padding tokens: the null block).
-    block_table_LB: int32 [L, B], every block a row may have. query_len_L, length_bound_L: host copies, int32 [L]; the
-    first is exact, the second is an upper bound of length_L, exact for prefill lanes. Eager backends size their work
-    by them; a captured backend must not read them.
+    query_start_L1: int32 [L + 1]; length_L: int32, exact KV positions of each lane after this step's tokens
+    (device). position_T: int64; slot_T: int64, where each token's K and V go (dead and padding tokens: the
+    null block). block_table_LB: int32 [L, B], every block a row may have. query_len_L, length_bound_L: host
+    copies, int32 [L]; the first is exact, the second is an upper bound of length_L, exact for prefill lanes.
+    Eager backends size their work by them; a captured backend must not read them.
     """
 
     query_start_L1: Tensor
@@ -39,8 +39,8 @@ class Attend(Protocol):
     """Attention of one step: writes K and V to the pool, then attends."""
 
     def __call__(self, layer: int, q_THD: Tensor, k_TGD: Tensor, v_TGD: Tensor) -> Tensor:
-        """Returns [T, H, D] in q's dtype. Causal; a sliding window, scale and soft cap are the layer's own (see
-        LayerAttention)."""
+        """Returns [T, H, D] in q's dtype. Causal; a sliding window, scale and soft cap are the layer's own
+        (see LayerAttention)."""
         ...
 
 

@@ -1,4 +1,5 @@
-"""Engine flags: names, defaults and meaning follow vLLM. resolve() (resolve.py) turns them into an EnginePlan."""
+"""Engine flags: names, defaults and meaning follow vLLM. resolve() (resolve.py) turns them into an
+EnginePlan."""
 
 from __future__ import annotations
 
@@ -8,31 +9,52 @@ from typing import Any
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EngineArgs:
-    """What a user may set, as `LLM(...)` arguments or `slipstream serve` flags. None means: resolve() chooses."""
+    """What a user may set, as `LLM(...)` arguments or `slipstream serve` flags. None means: resolve()
+    chooses."""
 
     model: str = field(metadata={"help": "a Hugging Face folder or a GGUF file"})
-    tokenizer: str | None = field(default=None, metadata={"help": "tokenizer folder or file, if not the model's own"})
+    tokenizer: str | None = field(
+        default=None, metadata={"help": "tokenizer folder or file, if not the model's own"}
+    )
     skip_tokenizer_init: bool = field(default=False, metadata={"help": "take and give token ids only"})
-    load_format: str = field(default="auto", metadata={"help": "auto, safetensors, gguf or dummy (random weights)"})
+    load_format: str = field(
+        default="auto", metadata={"help": "auto, safetensors, gguf or dummy (random weights)"}
+    )
     dtype: str = field(default="auto", metadata={"help": "auto, float32, bfloat16 or float16"})
     device: str = field(default="auto", metadata={"help": "auto, cpu or cuda"})
     seed: int = field(default=0, metadata={"help": "seed of dummy weights and of unseeded requests"})
-    max_model_len: int | None = field(default=None, metadata={"help": "most tokens of a request, prompt and output"})
-    max_num_seqs: int | None = field(default=None, metadata={"help": "rows of the table: requests that run at once"})
-    max_num_batched_tokens: int | None = field(default=None, metadata={"help": "most tokens computed in one step"})
+    max_model_len: int | None = field(
+        default=None, metadata={"help": "most tokens of a request, prompt and output"}
+    )
+    max_num_seqs: int | None = field(
+        default=None, metadata={"help": "rows of the table: requests that run at once"}
+    )
+    max_num_batched_tokens: int | None = field(
+        default=None, metadata={"help": "most tokens computed in one step"}
+    )
     block_size: int = field(default=16, metadata={"help": "tokens of a KV block"})
-    gpu_memory_utilization: float = field(default=0.9, metadata={"help": "share of device memory the engine may use"})
+    gpu_memory_utilization: float = field(
+        default=0.9, metadata={"help": "share of device memory the engine may use"}
+    )
     kv_cache_memory_bytes: int | None = field(default=None, metadata={"help": "size of the KV pool in bytes"})
-    num_gpu_blocks_override: int | None = field(default=None, metadata={"help": "number of KV blocks, instead of sizing"})
+    num_gpu_blocks_override: int | None = field(
+        default=None, metadata={"help": "number of KV blocks, instead of sizing"}
+    )
     enable_prefix_caching: bool = field(default=True, metadata={"help": "reuse KV blocks of equal prefixes"})
     async_scheduling: bool = field(default=True, metadata={"help": "plan step N+1 while step N runs"})
-    max_steps_in_flight: int | None = field(default=None, metadata={"help": "steps in flight with async scheduling"})
+    max_steps_in_flight: int | None = field(
+        default=None, metadata={"help": "steps in flight with async scheduling"}
+    )
     scheduling_policy: str = field(default="fcfs", metadata={"help": "fcfs or priority"})
     enforce_eager: bool = field(default=False, metadata={"help": "never use CUDA graphs"})
-    max_logprobs: int = field(default=20, metadata={"help": "most logprobs a request may ask; -1: the vocabulary"})
+    max_logprobs: int = field(
+        default=20, metadata={"help": "most logprobs a request may ask; -1: the vocabulary"}
+    )
     served_model_name: str | None = field(default=None, metadata={"help": "model name of the HTTP API"})
     chat_template: str | None = field(default=None, metadata={"help": "file or text of a chat template"})
-    trace: str | None = field(default=None, metadata={"help": "write a Chrome trace of every step to this file"})
+    trace: str | None = field(
+        default=None, metadata={"help": "write a Chrome trace of every step to this file"}
+    )
 
     def describe(self) -> dict[str, Any]:
         """Field name to value, for logs and errors."""

@@ -8,10 +8,11 @@ from typing import Literal
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RopeSpec:
-    """Rotary embedding. kind is the scaling rule; the numbers are those of Hugging Face's rope_scaling, where used.
+    """Rotary embedding. kind is the scaling rule; the numbers are those of Hugging Face's rope_scaling, where
+    used.
 
-    theta: base; rotary_dim: dimensions of a head that turn; original_max_position: trained length, for llama3, yarn
-    and dynamic scaling.
+    theta: base; rotary_dim: dimensions of a head that turn; original_max_position: trained length, for
+    llama3, yarn and dynamic scaling.
     """
 
     theta: float
@@ -31,8 +32,8 @@ class RopeSpec:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ModelSpec:
-    """A dense decoder. windows: sliding-window size of each layer, None for full attention; end_token_ids: from
-    generation_config.json and config.json; max_model_len: the most positions the model was made for."""
+    """A dense decoder. windows: sliding-window size of each layer, None for full attention; end_token_ids:
+    from generation_config.json and config.json; max_model_len: the most positions the model was made for."""
 
     architecture: str
     vocab_size: int

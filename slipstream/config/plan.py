@@ -1,4 +1,5 @@
-"""The frozen plan of an engine: every choice with its reason. resolve() makes it once; nothing re-decides later."""
+"""The frozen plan of an engine: every choice with its reason. resolve() makes it once; nothing re-decides
+later."""
 
 from __future__ import annotations
 

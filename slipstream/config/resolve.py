@@ -38,44 +38,77 @@ def resolve(args: EngineArgs, spec: ModelSpec, facts: DeviceFacts) -> EnginePlan
     max_model_len = _max_model_len(args, spec, choices)
     max_num_seqs = args.max_num_seqs or DEFAULT_MAX_NUM_SEQS
     batched = _batched_tokens(args, device, max_num_seqs, choices)
-    choices["model_runner"] = Choice(value="v2", reason="the only runner: rows on the device, for every configuration")
+    choices["model_runner"] = Choice(
+        value="v2", reason="the only runner: rows on the device, for every configuration"
+    )
     steps = _steps_in_flight(args, choices)
-    choices["attention_backend"] = Choice(value="torch", reason=f"paged attention in torch operations on {device}")
+    choices["attention_backend"] = Choice(
+        value="torch", reason=f"paged attention in torch operations on {device}"
+    )
     choices["kv_cache"] = _kv_cache(args)
     choices["prefix_caching"] = Choice(
         value=args.enable_prefix_caching,
-        reason="asked for" if not args.enable_prefix_caching else "on by default: equal prefixes share blocks",
+        reason="asked for"
+        if not args.enable_prefix_caching
+        else "on by default: equal prefixes share blocks",
         flag="--no-enable-prefix-caching",
     )
     choices["scheduling_policy"] = Choice(
-        value=args.scheduling_policy, reason="first come, first served" if args.scheduling_policy == "fcfs"
-        else "lower priority numbers first", flag="--scheduling-policy",
+        value=args.scheduling_policy,
+        reason="first come, first served"
+        if args.scheduling_policy == "fcfs"
+        else "lower priority numbers first",
+        flag="--scheduling-policy",
     )
     return EnginePlan(
-        args=args, spec=spec, device=device, dtype=dtype, max_model_len=max_model_len, max_num_seqs=max_num_seqs,
-        max_num_batched_tokens=batched, block_size=args.block_size, steps_in_flight=steps,
-        num_blocks=args.num_gpu_blocks_override, max_logprobs=_max_logprobs(args, spec), choices=choices,
+        args=args,
+        spec=spec,
+        device=device,
+        dtype=dtype,
+        max_model_len=max_model_len,
+        max_num_seqs=max_num_seqs,
+        max_num_batched_tokens=batched,
+        block_size=args.block_size,
+        steps_in_flight=steps,
+        num_blocks=args.num_gpu_blocks_override,
+        max_logprobs=_max_logprobs(args, spec),
+        choices=choices,
     )
 
 
 def _check(args: EngineArgs) -> None:
     """Ranges of single flags."""
-    positive = ("max_model_len", "max_num_seqs", "max_num_batched_tokens", "kv_cache_memory_bytes",
-                "num_gpu_blocks_override", "max_steps_in_flight", "block_size")
+    positive = (
+        "max_model_len",
+        "max_num_seqs",
+        "max_num_batched_tokens",
+        "kv_cache_memory_bytes",
+        "num_gpu_blocks_override",
+        "max_steps_in_flight",
+        "block_size",
+    )
     for name in positive:
         value = getattr(args, name)
         if value is not None and (type(value) is not int or value < 1):
             raise ValueError(f"{_flag(name)}={value!r}: must be an integer of at least 1")
-    for name, allowed in (("load_format", LOAD_FORMATS), ("dtype", ("auto", *DTYPES)),
-                          ("device", ("auto", "cpu", "cuda")), ("scheduling_policy", ("fcfs", "priority"))):
+    for name, allowed in (
+        ("load_format", LOAD_FORMATS),
+        ("dtype", ("auto", *DTYPES)),
+        ("device", ("auto", "cpu", "cuda")),
+        ("scheduling_policy", ("fcfs", "priority")),
+    ):
         if getattr(args, name) not in allowed:
             raise ValueError(f"{_flag(name)}={getattr(args, name)!r}: must be one of {', '.join(allowed)}")
     if not 0 < args.gpu_memory_utilization <= 1:
-        raise ValueError(f"--gpu-memory-utilization={args.gpu_memory_utilization}: must be over 0 and at most 1")
+        raise ValueError(
+            f"--gpu-memory-utilization={args.gpu_memory_utilization}: must be over 0 and at most 1"
+        )
     if args.num_gpu_blocks_override is not None and args.num_gpu_blocks_override < 2:
         raise ValueError("--num-gpu-blocks-override: must be at least 2 (block 0 is the null block)")
     if args.num_gpu_blocks_override is not None and args.kv_cache_memory_bytes is not None:
-        raise ValueError("--num-gpu-blocks-override and --kv-cache-memory-bytes both size the KV pool: give one")
+        raise ValueError(
+            "--num-gpu-blocks-override and --kv-cache-memory-bytes both size the KV pool: give one"
+        )
 
 
 def _device(args: EngineArgs, facts: DeviceFacts, choices: dict[str, Choice]) -> str:
@@ -91,7 +124,9 @@ def _dtype(args: EngineArgs, spec: ModelSpec, device: str, choices: dict[str, Ch
     if args.dtype != "auto":
         dtype, reason = args.dtype, "asked for"
     else:
-        dtype, reason = (spec.dtype, "the model's own") if spec.dtype in DTYPES else ("bfloat16", "the default")
+        dtype, reason = (
+            (spec.dtype, "the model's own") if spec.dtype in DTYPES else ("bfloat16", "the default")
+        )
         if dtype == "float32" and device == "cuda":
             dtype, reason = "bfloat16", "float32 weights are served in bfloat16 unless asked for"
     choices["dtype"] = Choice(value=dtype, reason=reason, flag="--dtype")
@@ -101,7 +136,9 @@ def _dtype(args: EngineArgs, spec: ModelSpec, device: str, choices: dict[str, Ch
 def _max_model_len(args: EngineArgs, spec: ModelSpec, choices: dict[str, Choice]) -> int:
     value = args.max_model_len or spec.max_model_len
     if value > spec.max_model_len:
-        raise ValueError(f"--max-model-len={value}: the model was made for at most {spec.max_model_len} positions")
+        raise ValueError(
+            f"--max-model-len={value}: the model was made for at most {spec.max_model_len} positions"
+        )
     reason = "asked for" if args.max_model_len else "the model's own"
     choices["max_model_len"] = Choice(value=value, reason=reason, flag="--max-model-len")
     return value
@@ -110,43 +147,67 @@ def _max_model_len(args: EngineArgs, spec: ModelSpec, choices: dict[str, Choice]
 def _batched_tokens(args: EngineArgs, device: str, max_num_seqs: int, choices: dict[str, Choice]) -> int:
     value = args.max_num_batched_tokens or max(DEFAULT_BATCHED_TOKENS[device], max_num_seqs)
     if value < max_num_seqs:
-        raise ValueError(f"--max-num-batched-tokens={value}: must be at least --max-num-seqs={max_num_seqs}, so that "
-                         "every running request can decode in each step")
-    reason = "asked for" if args.max_num_batched_tokens else f"the default on {device}: prompts come in chunks of it"
+        raise ValueError(
+            f"--max-num-batched-tokens={value}: must be at least --max-num-seqs={max_num_seqs}, so that "
+            "every running request can decode in each step"
+        )
+    reason = (
+        "asked for"
+        if args.max_num_batched_tokens
+        else f"the default on {device}: prompts come in chunks of it"
+    )
     choices["max_num_batched_tokens"] = Choice(value=value, reason=reason, flag="--max-num-batched-tokens")
     asked = "asked for" if args.max_num_seqs else "the default"
-    choices["max_num_seqs"] = Choice(value=max_num_seqs, reason=f"rows of the table, {asked}", flag="--max-num-seqs")
+    choices["max_num_seqs"] = Choice(
+        value=max_num_seqs, reason=f"rows of the table, {asked}", flag="--max-num-seqs"
+    )
     return value
 
 
 def _steps_in_flight(args: EngineArgs, choices: dict[str, Choice]) -> int:
     steps = args.max_steps_in_flight
     if not args.async_scheduling and steps not in (None, 1):
-        raise ValueError(f"--max-steps-in-flight={steps} contradicts --no-async-scheduling, which is one step")
+        raise ValueError(
+            f"--max-steps-in-flight={steps} contradicts --no-async-scheduling, which is one step"
+        )
     if steps is not None and steps > MAX_STEPS_IN_FLIGHT:
         raise ValueError(f"--max-steps-in-flight={steps}: must be at most {MAX_STEPS_IN_FLIGHT}")
     steps = steps or (2 if args.async_scheduling else 1)
     on = steps > 1
-    reason = f"{steps} steps in flight: step N+1 is planned while step N runs" if on else "asked for: one step in flight"
+    reason = (
+        f"{steps} steps in flight: step N+1 is planned while step N runs"
+        if on
+        else "asked for: one step in flight"
+    )
     choices["async_scheduling"] = Choice(value=on, reason=reason, flag="--no-async-scheduling")
     return steps
 
 
 def _kv_cache(args: EngineArgs) -> Choice:
     if args.num_gpu_blocks_override is not None:
-        return Choice(value=f"{args.num_gpu_blocks_override} blocks", reason="asked for",
-                      flag="--num-gpu-blocks-override")
+        return Choice(
+            value=f"{args.num_gpu_blocks_override} blocks",
+            reason="asked for",
+            flag="--num-gpu-blocks-override",
+        )
     if args.kv_cache_memory_bytes is not None:
-        return Choice(value=f"{args.kv_cache_memory_bytes} bytes", reason="asked for", flag="--kv-cache-memory-bytes")
-    return Choice(value=f"{args.gpu_memory_utilization:.0%} of memory", reason="what weights and activations leave",
-                  flag="--gpu-memory-utilization")
+        return Choice(
+            value=f"{args.kv_cache_memory_bytes} bytes", reason="asked for", flag="--kv-cache-memory-bytes"
+        )
+    return Choice(
+        value=f"{args.gpu_memory_utilization:.0%} of memory",
+        reason="what weights and activations leave",
+        flag="--gpu-memory-utilization",
+    )
 
 
 def _max_logprobs(args: EngineArgs, spec: ModelSpec) -> int:
     if args.max_logprobs == -1:
         return spec.vocab_size
     if args.max_logprobs < 0:
-        raise ValueError(f"--max-logprobs={args.max_logprobs}: must be at least 0, or -1 for the whole vocabulary")
+        raise ValueError(
+            f"--max-logprobs={args.max_logprobs}: must be at least 0, or -1 for the whole vocabulary"
+        )
     return min(args.max_logprobs, spec.vocab_size)
 
 

@@ -1,7 +1,7 @@
 """One table of limits: what a request may ask, checked at the door by the Python API and the server alike.
 
-Static rules (type, range, finiteness) hold for every model; ModelLimits adds what depends on the model and the
-KV pool. Whatever passes here cannot make a step fail.
+Static rules (type, range, finiteness) hold for every model; ModelLimits adds what depends on the model and
+the KV pool. Whatever passes here cannot make a step fail.
 """
 
 from __future__ import annotations
@@ -27,6 +27,7 @@ MAX_LOGIT_BIAS = 1024
 MAX_BAD_WORDS = 128
 MAX_BAD_WORD_TOKENS = 1024
 MAX_LOGPROBS = 20
+MAX_SEQUENCES = 4096  # prompts times n of one HTTP request
 SEED_RANGE = (-(2**63), 2**63 - 1)
 
 
@@ -44,10 +45,9 @@ class Number:
     @property
     def limit(self) -> str:
         """The rule in words, as errors and docs print it."""
-        kind = "an integer" if self.integer else "a finite number"
-        bounds = f"over {self.low:g}" if self.low_open else f"at least {self.low:g}"
-        if self.high < 2**62:
-            bounds += f" and at most {self.high:g}"
+        kind, digits = ("an integer", "d") if self.integer else ("a finite number", "g")
+        bounds = f"{'over' if self.low_open else 'at least'} {self.low:{digits}}"
+        bounds += f" and at most {self.high:{digits}}"
         return f"must be {kind}, {bounds}" + (", or null" if self.optional else "")
 
     def check(self, value: Any) -> None:
@@ -76,8 +76,20 @@ NUMBERS: tuple[Number, ...] = (
     Number("logprobs", True, -1, 2**31 - 1, optional=True),
     Number("prompt_logprobs", True, -1, 2**31 - 1, optional=True),
 )
-BOOLS = ("include_stop_str_in_output", "ignore_eos", "detokenize", "skip_special_tokens",
-         "spaces_between_special_tokens")
+# Fields that only the HTTP API has; the server turns them into the ones above.
+SERVER_NUMBERS: tuple[Number, ...] = (
+    Number("top_logprobs", True, 0, 2**31 - 1, optional=True),
+    Number("max_completion_tokens", True, 0, 2**31 - 1, optional=True),
+    Number("best_of", True, 1, MAX_N, optional=True),
+    Number("priority", True, -(2**31), 2**31 - 1, optional=True),
+)
+BOOLS = (
+    "include_stop_str_in_output",
+    "ignore_eos",
+    "detokenize",
+    "skip_special_tokens",
+    "spaces_between_special_tokens",
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -116,8 +128,8 @@ def check_request(
     end_token_ids: Iterable[int] = (),
     bad_word_token_ids: Iterable[Sequence[int]] = (),
 ) -> None:
-    """Rules that need the model: ids against the vocabulary, lengths against max_model_len and the KV pool, and
-    combinations that leave no legal token. Raises BadRequest."""
+    """Rules that need the model: ids against the vocabulary, lengths against max_model_len and the KV pool,
+    and combinations that leave no legal token. Raises BadRequest."""
     check_prompt(prompt_token_ids, params, limits)
     vocab = limits.vocab_size
     for field in ("stop_token_ids", "allowed_token_ids", "logit_bias"):
@@ -126,11 +138,15 @@ def check_request(
                 raise BadRequest(field, token, f"token id is out of vocabulary, must be 0 to {vocab - 1}")
     for field in ("logprobs", "prompt_logprobs"):
         count = getattr(params, field)
-        if count is not None and (count > limits.max_logprobs or (count == -1 and limits.max_logprobs < vocab)):
+        if count is not None and (
+            count > limits.max_logprobs or (count == -1 and limits.max_logprobs < vocab)
+        ):
             raise BadRequest(field, count, f"must be at most max_logprobs={limits.max_logprobs}")
     banned = [words for words in bad_word_token_ids]
     if sum(len(words) for words in banned) > MAX_BAD_WORD_TOKENS:
-        raise BadRequest("bad_words", params.bad_words, f"must be at most {MAX_BAD_WORD_TOKENS} tokens together")
+        raise BadRequest(
+            "bad_words", params.bad_words, f"must be at most {MAX_BAD_WORD_TOKENS} tokens together"
+        )
     _check_some_token_left(params, vocab, set(end_token_ids), {w[0] for w in banned if len(w) == 1})
 
 
@@ -142,16 +158,24 @@ def check_prompt(prompt_token_ids: Sequence[int], params: SamplingParams, limits
     low, high = min(prompt_token_ids), max(prompt_token_ids)
     if low < 0 or high >= limits.vocab_size:
         bad = low if low < 0 else high
-        raise BadRequest("prompt", int(bad), f"token id is out of vocabulary, must be 0 to {limits.vocab_size - 1}")
+        raise BadRequest(
+            "prompt", int(bad), f"token id is out of vocabulary, must be 0 to {limits.vocab_size - 1}"
+        )
     wanted = params.max_tokens if params.max_tokens is not None else 1
     if length + max(wanted, min(1, wanted)) > limits.max_model_len:
-        raise BadRequest("max_tokens" if length < limits.max_model_len else "prompt", wanted
-                         if length < limits.max_model_len else length,
-                         f"prompt of {length} tokens and max_tokens must fit max_model_len={limits.max_model_len}")
+        raise BadRequest(
+            "max_tokens" if length < limits.max_model_len else "prompt",
+            wanted if length < limits.max_model_len else length,
+            f"prompt of {length} tokens and max_tokens must fit max_model_len={limits.max_model_len}",
+        )
     needed = -(-(length + max(wanted, 1)) // limits.block_size)
     if needed > limits.num_blocks:
-        raise BadRequest("prompt", f"{length} tokens", f"needs {needed} KV blocks of {limits.block_size} tokens with "
-                         f"max_tokens={wanted}, and the pool has {limits.num_blocks}")
+        raise BadRequest(
+            "prompt",
+            f"{length} tokens",
+            f"needs {needed} KV blocks of {limits.block_size} tokens with "
+            f"max_tokens={wanted}, and the pool has {limits.num_blocks}",
+        )
 
 
 def _check_strings(field: str, value: Any, most: int, chars: int) -> None:
@@ -187,7 +211,9 @@ def _check_bias(value: Any) -> None:
         if type(token) is not int:
             raise BadRequest("logit_bias", token, "keys must be token ids")
         if not isinstance(bias, int | float) or isinstance(bias, bool) or not -100 <= bias <= 100:
-            raise BadRequest("logit_bias", bias, "values must be finite numbers, at least -100 and at most 100")
+            raise BadRequest(
+                "logit_bias", bias, "values must be finite numbers, at least -100 and at most 100"
+            )
 
 
 def _check_some_token_left(params: SamplingParams, vocab: int, ends: set[int], banned: set[int]) -> None:
@@ -195,7 +221,10 @@ def _check_some_token_left(params: SamplingParams, vocab: int, ends: set[int], b
     allowed = set(params.allowed_token_ids) if params.allowed_token_ids is not None else None
     removed = banned | (ends if params.min_tokens > 0 else set())
     if allowed is not None and not allowed - removed:
-        raise BadRequest("allowed_token_ids", sorted(allowed)[:8], "bad_words, or end tokens under min_tokens, ban "
-                         "every allowed token: no token could be chosen")
+        raise BadRequest(
+            "allowed_token_ids",
+            sorted(allowed)[:8],
+            "bad_words, or end tokens under min_tokens, ban every allowed token: no token could be chosen",
+        )
     if allowed is None and len(removed) >= vocab:
         raise BadRequest("bad_words", params.bad_words, "ban every token of the vocabulary")

@@ -13,7 +13,8 @@ Array = np.ndarray
 
 @dataclass(slots=True)
 class EngineStats:
-    """The scheduler's and loop's state at the end of a step. Counts are rows, blocks and requests; times microseconds."""
+    """The scheduler's and loop's state at the end of a step. Counts are rows, blocks and requests; times
+    microseconds."""
 
     num_running: int = 0
     num_waiting: int = 0
@@ -29,11 +30,12 @@ class EngineStats:
 
 @dataclass(slots=True)
 class EngineOutputs:
-    """News of n requests. keys: int64 [n]; num_tokens: int32 [n]; tokens: int32, those of every request one after
-    the other; finish: int32 [n], Finish codes. logprobs rows follow keys ([n, Q, 1 + K]) where any of them asked.
+    """News of n requests. keys: int64 [n]; num_tokens: int32 [n]; tokens: int32, those of every request one
+    after the other; finish: int32 [n], Finish codes. logprobs rows follow keys ([n, Q, 1 + K]) where any of
+    them asked.
 
-    prompt_logprobs: (key, piece) pairs. num_cached: (key, tokens) pairs, once a request, when it is first admitted.
-    errors: (key, text) pairs for requests that failed alone; their finish is ERROR.
+    prompt_logprobs: (key, piece) pairs. num_cached: (key, tokens) pairs, once a request, when it is first
+    admitted. errors: (key, text) pairs for requests that failed alone; their finish is ERROR.
     """
 
     keys: Array

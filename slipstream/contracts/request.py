@@ -22,7 +22,8 @@ class EngineRequest:
     max_len: prompt_len + max_tokens, at most max_model_len. The row ends when it holds this many tokens.
     bad_word_token_ids: every banned word as token sequences (tokenised by the front end).
     priority: lower is served first (policy "priority"); arrival: time.monotonic() seconds at the door.
-    resumed_token_ids: int32; tokens already produced and delivered by an engine that is gone: they go on from there.
+    resumed_token_ids: int32; tokens already produced and delivered by an engine that is gone: they go on from
+    there.
     """
 
     key: int

@@ -10,7 +10,8 @@ from slipstream.contracts import limits
 
 
 class RequestOutputKind(IntEnum):
-    """CUMULATIVE: every output holds all text so far; DELTA: only what is new; FINAL_ONLY: one output at the end."""
+    """CUMULATIVE: every output holds all text so far; DELTA: only what is new; FINAL_ONLY: one output at the
+    end."""
 
     CUMULATIVE = 0
     DELTA = 1
@@ -21,8 +22,8 @@ class RequestOutputKind(IntEnum):
 class SamplingParams:
     """How to choose tokens and when to end. Raises BadRequest (a ValueError) that names the field.
 
-    The order in which features act on a row's logits is stated in docs/sampling.md: allowed ids, bias, minimum
-    length, bad words, repetition, frequency and presence penalties, temperature, min_p, top_k, top_p.
+    The order in which features act on a row's logits is stated in docs/sampling.md: allowed ids, bias,
+    minimum length, bad words, repetition, frequency and presence penalties, temperature, min_p, top_k, top_p.
     `logprobs` counts the alternatives a generated token returns (values are of the unmodified distribution);
     `top_k` of 0 or -1 means all tokens; `seed` makes a request repeatable, alone or in any batch.
     """

@@ -1,4 +1,5 @@
-"""The plan that the scheduler sends the runner for a step, and the result that comes back. Only changes travel.
+"""The plan that the scheduler sends the runner for a step, and the result that comes back. Only changes
+travel.
 
 Legend: L lanes of the step, Q tokens a decode lane may produce (1, or 1 + drafts), K top logprobs.
 """
@@ -33,8 +34,8 @@ class Finish(IntEnum):
 class Admission:
     """A request takes a row. The runner overwrites every column of the row from this.
 
-    tokens: int32, prompt and everything already produced. num_cached: KV positions that are already in its blocks
-    (prefix hit), always less than len(tokens). blocks: int32, the blocks granted so far, in order.
+    tokens: int32, prompt and everything already produced. num_cached: KV positions that are already in its
+    blocks (prefix hit), always less than len(tokens). blocks: int32, the blocks granted so far, in order.
     """
 
     row: int
@@ -49,13 +50,16 @@ class Admission:
 class StepPlan:
     """One step. Applied in this order: released, admissions, block grants, lanes.
 
-    released: int32, rows whose owner left (finished, aborted or preempted) since the last plan; never scheduled again
+    released: int32, rows whose owner left (finished, aborted or preempted) since the last plan; never
+    scheduled again
         before an admission. A row may be in `released` and in `admissions` of one plan.
     grant_row / grant_index / grant_block: int32 [G], block-table cells to set: table[row, index] = block.
-    lane_row / lane_generation: int32 [L]; decode lanes come first. Unchanged arrays are the same object as in the
+    lane_row / lane_generation: int32 [L]; decode lanes come first. Unchanged arrays are the same object as in
+    the
         plan before, and lanes_changed is False.
-    lane_query_len: int32 [L], tokens computed in this step: 1 for a decode lane, the chunk for a prefill lane.
-    lane_samples: bool [L], True where the step ends in a sampled token: every decode lane, and the last chunk of a
+    lane_query_len: int32 [L], tokens computed in this step: 1 for a decode lane, the chunk for a prefill
+    lane. lane_samples: bool [L], True where the step ends in a sampled token: every decode lane, and the last
+    chunk of a
         prefill.
     len_bound: the most KV positions that any lane may hold after this step (host bound).
     """
@@ -77,8 +81,8 @@ class StepPlan:
 
 @dataclass(slots=True)
 class TokenLogprobs:
-    """Raw log-probabilities of sampled tokens. ids: int32 [L, Q, 1 + K], the sampled token first, then the top K in
-    order; values: float32, same shape; rank: int32 [L, Q], 1 for the most likely token."""
+    """Raw log-probabilities of sampled tokens. ids: int32 [L, Q, 1 + K], the sampled token first, then the
+    top K in order; values: float32, same shape; rank: int32 [L, Q], 1 for the most likely token."""
 
     ids: Array
     values: Array
@@ -87,8 +91,9 @@ class TokenLogprobs:
 
 @dataclass(slots=True)
 class PromptLogprobs:
-    """Raw log-probabilities of prompt tokens start .. start+n-1 of one row, from one chunk (the token at position 0
-    has none). ids: int32 [n, 1 + K], the prompt token first; values: float32 [n, 1 + K]; rank: int32 [n]."""
+    """Raw log-probabilities of prompt tokens start .. start+n-1 of one row, from one chunk (the token at
+    position 0 has none). ids: int32 [n, 1 + K], the prompt token first; values: float32 [n, 1 + K]; rank:
+    int32 [n]."""
 
     row: int
     generation: int

@@ -13,8 +13,8 @@ from slipstream.contracts.request import EngineRequest
 
 @dataclass(frozen=True, slots=True)
 class EngineInfo:
-    """Facts of a running engine. end_token_ids: the model's own end tokens; plan: EnginePlan.choices as plain data
-    (decision -> {"value", "reason", "flag"})."""
+    """Facts of a running engine. end_token_ids: the model's own end tokens; plan: EnginePlan.choices as plain
+    data (decision -> {"value", "reason", "flag"})."""
 
     limits: ModelLimits
     end_token_ids: tuple[int, ...]
@@ -33,8 +33,8 @@ class EngineClient(Protocol):
         ...
 
     def receive(self, timeout: float | None = None) -> EngineOutputs | None:
-        """The next outputs; None after timeout seconds, or at once where the engine (in this process) is idle.
-        Raises EngineDeadError when the engine is gone."""
+        """The next outputs; None after timeout seconds, or at once where the engine (in this process) is
+        idle. Raises EngineDeadError when the engine is gone."""
         ...
 
     def close(self) -> None: ...

@@ -1,6 +1,7 @@
 """The engine loop: joins scheduler and runner, and keeps up to `steps_in_flight` steps on the stream.
 
-While a step runs, the next one is planned and submitted; then the oldest result is read. One thread owns a core.
+While a step runs, the next one is planned and submitted; then the oldest result is read. One thread owns a
+core.
 """
 
 from __future__ import annotations
@@ -25,24 +26,32 @@ log = logging.getLogger("slipstream.engine")
 
 
 class EngineCore:
-    """Scheduler, runner and the steps in flight. Raises ValueError at construction for what cannot be honoured."""
+    """Scheduler, runner and the steps in flight. Raises ValueError at construction for what cannot be
+    honoured."""
 
     def __init__(self, plan: EnginePlan) -> None:
         built = build_runner(plan)
         self._runner = built.runner
         num_blocks = built.memory.num_blocks
-        self.scheduler = Scheduler(SchedulerConfig(
-            max_num_seqs=plan.max_num_seqs, max_num_batched_tokens=plan.max_num_batched_tokens,
-            max_model_len=plan.max_model_len, block_size=plan.block_size, num_blocks=num_blocks,
-            policy=plan.args.scheduling_policy, enable_prefix_caching=plan.args.enable_prefix_caching,
-        ))
+        self.scheduler = Scheduler(
+            SchedulerConfig(
+                max_num_seqs=plan.max_num_seqs,
+                max_num_batched_tokens=plan.max_num_batched_tokens,
+                max_model_len=plan.max_model_len,
+                block_size=plan.block_size,
+                num_blocks=num_blocks,
+                policy=plan.args.scheduling_policy,
+                enable_prefix_caching=plan.args.enable_prefix_caching,
+            )
+        )
         choices = dict(plan.choices)
         choices["linear"] = Choice(value=built.linear_name, reason=built.linear_reason, flag="--dtype")
         choices["kv_cache"] = dataclasses.replace(choices["kv_cache"], value=built.memory.describe())
         self.info = EngineInfo(
             # Block 0 is the null block: a request can have all but one.
-            limits=ModelLimits(plan.spec.vocab_size, plan.max_model_len, plan.block_size, num_blocks - 1,
-                               plan.max_logprobs),
+            limits=ModelLimits(
+                plan.spec.vocab_size, plan.max_model_len, plan.block_size, num_blocks - 1, plan.max_logprobs
+            ),
             end_token_ids=plan.spec.end_token_ids,
             plan={name: dataclasses.asdict(choice) for name, choice in choices.items()},
         )
@@ -64,8 +73,8 @@ class EngineCore:
         return bool(self._flight) or self.scheduler.has_work
 
     def step(self) -> EngineOutputs | None:
-        """Fill the pipeline, then wait for the oldest step. None where nothing was in flight and nothing could be
-        scheduled."""
+        """Fill the pipeline, then wait for the oldest step. None where nothing was in flight and nothing
+        could be scheduled."""
         begin = time.perf_counter()
         while len(self._flight) < self._depth and self._submit():
             pass

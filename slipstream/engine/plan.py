@@ -1,4 +1,5 @@
-"""From flags to an EnginePlan on this machine: reads the model's spec and the device's facts, then resolve()."""
+"""From flags to an EnginePlan on this machine: reads the model's spec and the device's facts, then
+resolve()."""
 
 from __future__ import annotations
 

@@ -41,8 +41,9 @@ def commit_step(
 ) -> CommitRecord:
     """token_N: int32; ok_N: bool, False where no token could be chosen; sample_to_lane_N: int64.
 
-    A lane appends its token where it is alive and every token of its row has been computed. The row ends at an end
-    token, at max_len, or where ok is False. The last row is the padding row: lanes that append nothing write there.
+    A lane appends its token where it is alive and every token of its row has been computed. The row ends at
+    an end token, at max_len, or where ok is False. The last row is the padding row: lanes that append nothing
+    write there.
     """
     if token_N.shape != sample_to_lane_N.shape or ok_N.shape != token_N.shape:
         raise ValueError("token, ok and sample_to_lane must be [N]")

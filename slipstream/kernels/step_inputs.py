@@ -14,8 +14,9 @@ Tensor = torch.Tensor
 
 @dataclass(slots=True)
 class StepInputs:
-    """token_T, position_T, slot_T: int64 [T]; query_start_L1: int32 [L + 1]; length_L: int32 [L], KV positions after
-    the step (1 for dead lanes); row_L: int64 [L]; end_L: int32 [L], num_computed + query_len; alive_L: bool [L]."""
+    """token_T, position_T, slot_T: int64 [T]; query_start_L1: int32 [L + 1]; length_L: int32 [L], KV
+    positions after the step (1 for dead lanes); row_L: int64 [L]; end_L: int32 [L], num_computed + query_len;
+    alive_L: bool [L]."""
 
     token_T: Tensor
     position_T: Tensor

@@ -1,7 +1,7 @@
 """A trace of every step in the Chrome trace format (open it in Perfetto): scheduler, runner and device lanes.
 
-Times are time.perf_counter() seconds. The trace also answers the question the engine is built around: in which share
-of steady steps was the next plan submitted before the result was read?
+Times are time.perf_counter() seconds. The trace also answers the question the engine is built around: in
+which share of steady steps was the next plan submitted before the result was read?
 """
 
 from __future__ import annotations
@@ -33,10 +33,17 @@ class Tracer:
             for i, lane in enumerate(LANES)
         ]
         for lane, name, begin, end, facts in self._events:
-            out.append({
-                "name": name, "ph": "X", "pid": 1, "tid": LANES.index(lane), "ts": (begin - origin) * 1e6,
-                "dur": (end - begin) * 1e6, "args": facts,
-            })
+            out.append(
+                {
+                    "name": name,
+                    "ph": "X",
+                    "pid": 1,
+                    "tid": LANES.index(lane),
+                    "ts": (begin - origin) * 1e6,
+                    "dur": (end - begin) * 1e6,
+                    "args": facts,
+                }
+            )
         self._path.write_text(json.dumps({"traceEvents": out, "displayTimeUnit": "ms"}))
 
 

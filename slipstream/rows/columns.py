@@ -1,7 +1,8 @@
 """Columns of the row table: one declaration each, and the writer that admission fills.
 
-Scalars live together in one record per row, so that admission overwrites all of them with one span; list columns
-have a region each. Everything is 32-bit words in one arena (see table.py), so one kernel can apply any change.
+Scalars live together in one record per row, so that admission overwrites all of them with one span; list
+columns have a region each. Everything is 32-bit words in one arena (see table.py), so one kernel can apply
+any change.
 """
 
 from __future__ import annotations
@@ -16,8 +17,8 @@ Array = np.ndarray
 
 @dataclass(frozen=True, slots=True)
 class Column:
-    """name; dtype: i32 or f32; width: words a row (1 is a scalar of the record); default: what admission writes
-    where nobody says otherwise (scalars only); writer: who may change it after admission."""
+    """name; dtype: i32 or f32; width: words a row (1 is a scalar of the record); default: what admission
+    writes where nobody says otherwise (scalars only); writer: who may change it after admission."""
 
     name: str
     dtype: Literal["i32", "f32"] = "i32"

@@ -1,4 +1,5 @@
-"""The two doors between host and device. In: staged writes, packed, one copy, one kernel. Out: a packed record a step.
+"""The two doors between host and device. In: staged writes, packed, one copy, one kernel. Out: a packed
+record a step.
 
 A buffer is reused only after the event of its last reader (its ticket): queue depth is never trusted.
 """
@@ -59,7 +60,9 @@ class StagedWrites:
 
     __slots__ = ("_ring", "_slot", "num_spans", "num_words", "payload")
 
-    def __init__(self, ring: Ring[Payload], slot: int, payload: Payload, num_spans: int, num_words: int) -> None:
+    def __init__(
+        self, ring: Ring[Payload], slot: int, payload: Payload, num_spans: int, num_words: int
+    ) -> None:
         self._ring, self._slot, self.payload = ring, slot, payload
         self.num_spans, self.num_words = num_spans, num_words
 

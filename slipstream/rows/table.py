@@ -1,8 +1,8 @@
 """The fixed table of request rows on the device. Rows live, batches die; nothing is compacted or reordered.
 
-Every column is 32-bit words in one flat arena: the record of scalars [R, W], then list columns [R, width], then the
-lane arrays of the current step. So any host change is a span of words, and admission writes a row in a few spans.
-Row `num_rows - 1` is the padding row: never alive, its blocks are the null block.
+Every column is 32-bit words in one flat arena: the record of scalars [R, W], then list columns [R, width],
+then the lane arrays of the current step. So any host change is a span of words, and admission writes a row in
+a few spans. Row `num_rows - 1` is the padding row: never alive, its blocks are the null block.
 
 Legend: R rows (with the padding row), W scalar columns, L lanes.
 """
@@ -28,7 +28,8 @@ NULL_BLOCK = 0
 def base_columns(max_model_len: int, max_blocks: int) -> tuple[Column, ...]:
     """What every row has, whatever features are on. Lengths are exact on the device.
 
-    length: tokens in the row; num_computed: KV positions filled; min_len: end tokens are masked below this length.
+    length: tokens in the row; num_computed: KV positions filled; min_len: end tokens are masked below this
+    length.
     """
     return (
         Column("alive", writer="commit"),
@@ -47,10 +48,11 @@ def base_columns(max_model_len: int, max_blocks: int) -> tuple[Column, ...]:
 
 
 def lane_columns(max_lanes: int, features: Iterable[str]) -> tuple[Column, ...]:
-    """The step's lane arrays: one "row" of max_lanes words each. Fixed addresses, so a captured graph may read them.
+    """The step's lane arrays: one "row" of max_lanes words each. Fixed addresses, so a captured graph may
+    read them.
 
-    lane_to_row, lane_query_len: of every lane; sample_to_lane: the lanes that sample; feature_<name>: places among
-    the sampling lanes whose rows use the feature.
+    lane_to_row, lane_query_len: of every lane; sample_to_lane: the lanes that sample; feature_<name>: places
+    among the sampling lanes whose rows use the feature.
     """
     names = ["lane_to_row", "lane_query_len", "sample_to_lane", *(f"feature_{name}" for name in features)]
     return tuple(Column(name, width=max_lanes, writer="plan") for name in names)
@@ -111,7 +113,9 @@ class RowTable:
             else:
                 flat = as_float if column.dtype == "f32" else self.arena
                 start = self._offset[name]
-                views[name] = flat[start : start + self.num_rows * column.width].view(self.num_rows, column.width)
+                views[name] = flat[start : start + self.num_rows * column.width].view(
+                    self.num_rows, column.width
+                )
         return views
 
     def admit(self, admission: Admission) -> AdmissionWriter:
@@ -142,7 +146,9 @@ class RowTable:
     def release(self, rows: Array) -> None:
         """Owners left: the rows are dead from the next step on, whatever is still queued."""
         width = len(self._scalars)
-        self._door.cells(rows.astype(np.int64) * width + self._slot_of["alive"], np.zeros(len(rows), np.int32))
+        self._door.cells(
+            rows.astype(np.int64) * width + self._slot_of["alive"], np.zeros(len(rows), np.int32)
+        )
 
     def grant(self, rows: Array, index: Array, blocks: Array) -> None:
         """blocks[row, index] = block for each of the int32 arrays' entries."""
@@ -173,8 +179,8 @@ class RowTable:
 
 
 class AdmissionWriter:
-    """Fills one row's record, then stages it whole: a scalar that nobody sets gets its default, never what the last
-    owner left."""
+    """Fills one row's record, then stages it whole: a scalar that nobody sets gets its default, never what
+    the last owner left."""
 
     def __init__(self, table: RowTable, row: int) -> None:
         self._table, self._row = table, row

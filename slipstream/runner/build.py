@@ -7,18 +7,18 @@ from dataclasses import dataclass
 
 import numpy as np
 import torch
+from slipstream.models.base import Model
+from slipstream.sampling.pipeline import Pipeline, default_features
 
 from slipstream.attention.paged_torch import PagedTorchAttention
 from slipstream.config.plan import EnginePlan
 from slipstream.contracts.step import StepPlan
 from slipstream.loading import load_model
-from slipstream.models.base import Model
 from slipstream.rows.stream import CpuStream, CudaStream
 from slipstream.rows.table import RowTable
 from slipstream.runner.lanes import LOGPROBS
 from slipstream.runner.memory import PROFILE_TOKENS, MemoryPlan, measure_peak, size_kv_pool
 from slipstream.runner.runner import ModelRunner
-from slipstream.sampling.pipeline import Pipeline, default_features
 
 log = logging.getLogger("slipstream.runner")
 
@@ -36,18 +36,34 @@ def build_runner(plan: EnginePlan) -> BuiltRunner:
     """Load, profile, size, allocate. Raises ValueError where the plan cannot be honoured."""
     device = torch.device(plan.device)
     dtype = getattr(torch, plan.dtype)
-    model = load_model(plan.args.model, plan.spec, dtype=dtype, device=device, load_format=plan.args.load_format,
-                       seed=plan.args.seed)
+    model = load_model(
+        plan.args.model,
+        plan.spec,
+        dtype=dtype,
+        device=device,
+        load_format=plan.args.load_format,
+        seed=plan.args.seed,
+    )
     vocab_size = plan.spec.vocab_size
     pipeline = Pipeline(default_features(vocab_size), vocab_size, device)
     table = RowTable(
-        max_num_seqs=plan.max_num_seqs, max_model_len=plan.max_model_len, block_size=plan.block_size, device=device,
-        columns=pipeline.columns, features=(*pipeline.names, LOGPROBS), flush_slots=plan.steps_in_flight + 1,
+        max_num_seqs=plan.max_num_seqs,
+        max_model_len=plan.max_model_len,
+        block_size=plan.block_size,
+        device=device,
+        columns=pipeline.columns,
+        features=(*pipeline.names, LOGPROBS),
+        flush_slots=plan.steps_in_flight + 1,
     )
     attention = PagedTorchAttention(model.attention, plan.block_size, model.activation_dtype, device)
     runner = ModelRunner(
-        table=table, model=model, attention=attention, pipeline=pipeline, stream=CudaStream(device) if device.type == "cuda" else CpuStream(),
-        steps_in_flight=plan.steps_in_flight, vocab_size=vocab_size,
+        table=table,
+        model=model,
+        attention=attention,
+        pipeline=pipeline,
+        stream=CudaStream(device) if device.type == "cuda" else CpuStream(),
+        steps_in_flight=plan.steps_in_flight,
+        vocab_size=vocab_size,
     )
     activations = _profile(runner, attention, plan)
     memory = size_kv_pool(plan, model.num_bytes, activations, attention.bytes_per_block())
@@ -73,8 +89,14 @@ def _discard(runner: ModelRunner, plan: StepPlan) -> None:
 def _padding_plan(row: int, tokens: int) -> StepPlan:
     one = np.ones(1, np.int32)
     return StepPlan(
-        step=-1, lane_row=one * row, lane_generation=one * 0, lane_query_len=one * tokens,
-        lane_samples=np.ones(1, np.bool_), num_decode_lanes=0, lanes_changed=True, len_bound=tokens,
+        step=-1,
+        lane_row=one * row,
+        lane_generation=one * 0,
+        lane_query_len=one * tokens,
+        lane_samples=np.ones(1, np.bool_),
+        num_decode_lanes=0,
+        lanes_changed=True,
+        len_bound=tokens,
     )
 
 

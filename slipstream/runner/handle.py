@@ -12,7 +12,8 @@ from slipstream.runner.tick import Scores, StepWork, TickOutput
 
 
 class StepHandle:
-    """Waits for one step. It is the ticket of the step's record: the ring reuses the record only once it was read."""
+    """Waits for one step. It is the ticket of the step's record: the ring reuses the record only once it was
+    read."""
 
     def __init__(self, step: int, work: StepWork, event: Event) -> None:
         self.step = step

@@ -21,8 +21,9 @@ LOGPROBS = "logprobs"
 
 @dataclass(frozen=True, slots=True)
 class PromptScore:
-    """A prefill lane whose prompt tokens are to be scored: targets are positions first .. first + count - 1, each
-    predicted by the hidden state of the token before it, found at `token` and on in the step's tokens."""
+    """A prefill lane whose prompt tokens are to be scored: targets are positions first .. first + count - 1,
+    each predicted by the hidden state of the token before it, found at `token` and on in the step's
+    tokens."""
 
     lane: int
     row: int
@@ -35,8 +36,8 @@ class PromptScore:
 
 @dataclass(frozen=True, slots=True)
 class LaneSet:
-    """counts: feature name -> sampling lanes that use it (features nobody uses are absent). logprob_lane: the lanes
-    that sample and asked for logprobs."""
+    """counts: feature name -> sampling lanes that use it (features nobody uses are absent). logprob_lane: the
+    lanes that sample and asked for logprobs."""
 
     lane_row: Array
     lane_generation: Array
@@ -71,13 +72,21 @@ def stage_lanes(plan: StepPlan, table: RowTable, mirror: RowMirror, features: Se
         table.set_lanes(f"feature_{name}", place.astype(np.int32))
         counts[name] = len(place)
     return LaneSet(
-        plan.lane_row, plan.lane_generation, plan.lane_query_len, int(plan.lane_query_len.sum()),
-        plan.num_decode_lanes, sample_lane_N, counts, num_logprobs, sample_lane_N[places.get(LOGPROBS, slice(0))],
+        plan.lane_row,
+        plan.lane_generation,
+        plan.lane_query_len,
+        int(plan.lane_query_len.sum()),
+        plan.num_decode_lanes,
+        sample_lane_N,
+        counts,
+        num_logprobs,
+        sample_lane_N[places.get(LOGPROBS, slice(0))],
     )
 
 
 def prompt_scores(lanes: LaneSet, mirror: RowMirror, bound_L: Array) -> list[PromptScore]:
-    """The prefill lanes of this step that owe prompt logprobs. bound_L: KV length after the step, exact for them."""
+    """The prefill lanes of this step that owe prompt logprobs. bound_L: KV length after the step, exact for
+    them."""
     first = lanes.num_decode_lanes
     wanted = mirror.prompt_logprobs[lanes.lane_row[first:]]
     if not (wanted >= 0).any():
@@ -90,7 +99,14 @@ def prompt_scores(lanes: LaneSet, mirror: RowMirror, bound_L: Array) -> list[Pro
         count = min(end, int(mirror.prompt_len[row]) - 1) - start
         if mirror.prompt_logprobs[row] >= 0 and count > 0:
             scores.append(
-                PromptScore(lane, row, int(lanes.lane_generation[lane]), start + 1, count, int(token_L[lane]),
-                            int(mirror.prompt_logprobs[row]))
+                PromptScore(
+                    lane,
+                    row,
+                    int(lanes.lane_generation[lane]),
+                    start + 1,
+                    count,
+                    int(token_L[lane]),
+                    int(mirror.prompt_logprobs[row]),
+                )
             )
     return scores

@@ -33,7 +33,9 @@ class MemoryPlan:
     total: int
 
     def describe(self) -> str:
-        parts = (f"{name} {getattr(self, name) / 2**20:,.0f} MiB" for name in ("weights", "activations", "kv"))
+        parts = (
+            f"{name} {getattr(self, name) / 2**20:,.0f} MiB" for name in ("weights", "activations", "kv")
+        )
         return ", ".join(parts) + f" ({self.num_blocks} blocks), of {self.total / 2**20:,.0f} MiB allowed"
 
 
@@ -56,7 +58,8 @@ def measure_peak(work: Callable[[], None]) -> int:
 
 
 def size_kv_pool(plan: EnginePlan, weights: int, activations: int, bytes_per_block: int) -> MemoryPlan:
-    """Blocks for the pool, the null block included. Raises ValueError naming the flag where not one request fits."""
+    """Blocks for the pool, the null block included. Raises ValueError naming the flag where not one request
+    fits."""
     total = int(available_memory() * plan.args.gpu_memory_utilization) + weights
     if plan.num_blocks is not None:
         blocks = plan.num_blocks
@@ -66,10 +69,10 @@ def size_kv_pool(plan: EnginePlan, weights: int, activations: int, bytes_per_blo
         most = plan.max_num_seqs * -(-plan.max_model_len // plan.block_size) + 1
         blocks = min(most, (total - weights - activations) // bytes_per_block)
     if blocks < 2:
+        mib = f"weights {weights / 2**20:,.0f} MiB and activations {activations / 2**20:,.0f} MiB"
         raise ValueError(
-            f"--gpu-memory-utilization={plan.args.gpu_memory_utilization}: weights ({weights / 2**20:,.0f} MiB) and "
-            f"activations ({activations / 2**20:,.0f} MiB) leave no room for KV blocks of {bytes_per_block} bytes; "
-            "raise it, or lower --max-num-batched-tokens"
+            f"--gpu-memory-utilization={plan.args.gpu_memory_utilization}: {mib} leave no room for KV blocks of "
+            f"{bytes_per_block} bytes; raise it, or lower --max-num-batched-tokens"
         )
     return MemoryPlan(weights, activations, blocks * bytes_per_block, blocks, total)
 

@@ -1,6 +1,7 @@
 """The V2 runner: a step is a list of verbs over the row table. It never waits for the device.
 
-No feature has a name here; what a feature needs joins through a list (sampling), a protocol (attention) or a column.
+No feature has a name here; what a feature needs joins through a list (sampling), a protocol (attention) or a
+column.
 """
 
 from __future__ import annotations
@@ -8,10 +9,11 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 import numpy as np
+from slipstream.models.base import Model
+from slipstream.sampling.pipeline import Pipeline
 
 from slipstream.attention.protocol import AttentionBackend
 from slipstream.contracts.step import Admission, StepPlan
-from slipstream.models.base import Model
 from slipstream.rows.doors import OutRecord, Ring
 from slipstream.rows.stream import Stream
 from slipstream.rows.table import RowTable
@@ -19,7 +21,6 @@ from slipstream.runner.handle import StepHandle
 from slipstream.runner.lanes import LaneSet, prompt_scores, stage_lanes
 from slipstream.runner.mirror import RowMirror
 from slipstream.runner.tick import StepWork, Tick
-from slipstream.sampling.pipeline import Pipeline
 
 
 class ModelRunner:

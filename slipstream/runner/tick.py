@@ -10,17 +10,17 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 import torch
+from slipstream.kernels.logprobs import token_logprobs
+from slipstream.models.base import Model
+from slipstream.sampling.pipeline import Pipeline
 
 from slipstream.attention.protocol import AttentionBackend, AttentionBatch
 from slipstream.kernels.commit import commit_step
-from slipstream.kernels.logprobs import token_logprobs
 from slipstream.kernels.step_inputs import StepInputs, build_step_inputs
-from slipstream.models.base import Model
 from slipstream.rows.columns import Array
 from slipstream.rows.doors import OutRecord, StagedWrites
 from slipstream.rows.table import RowTable
 from slipstream.runner.lanes import LOGPROBS, LaneSet, PromptScore
-from slipstream.sampling.pipeline import Pipeline
 from slipstream.sampling.protocol import SampleBatch
 
 Tensor = torch.Tensor
@@ -52,7 +52,9 @@ class TickOutput:
 class Tick:
     """Binds the parts that a step runs through."""
 
-    def __init__(self, table: RowTable, model: Model, attention: AttentionBackend, pipeline: Pipeline) -> None:
+    def __init__(
+        self, table: RowTable, model: Model, attention: AttentionBackend, pipeline: Pipeline
+    ) -> None:
         self._table = table
         self._model = model
         self._attention = attention
@@ -69,8 +71,15 @@ class Tick:
         logprobs, token_N, ok_N = self._sample(hidden_TH, inputs, sample_N, lanes)
         columns = self._table.columns
         record = commit_step(
-            inputs, sample_N, token_N, ok_N, tokens_RM=columns["tokens"], length_R=columns["length"],
-            num_computed_R=columns["num_computed"], max_len_R=columns["max_len"], end_ids_RE=columns["end_ids"],
+            inputs,
+            sample_N,
+            token_N,
+            ok_N,
+            tokens_RM=columns["tokens"],
+            length_R=columns["length"],
+            num_computed_R=columns["num_computed"],
+            max_len_R=columns["max_len"],
+            end_ids_RE=columns["end_ids"],
             alive_R=columns["alive"],
         )
         work.record.write(record.count_L, record.finish_L, record.token_L)
@@ -79,16 +88,25 @@ class Tick:
     def _inputs(self, lanes: LaneSet) -> StepInputs:
         columns, arrays = self._table.columns, self._table.lanes
         return build_step_inputs(
-            arrays["lane_to_row"][: lanes.num_lanes], arrays["lane_query_len"][: lanes.num_lanes], lanes.num_tokens,
-            tokens_RM=columns["tokens"], num_computed_R=columns["num_computed"], alive_R=columns["alive"],
-            blocks_RB=columns["blocks"], block_size=self._table.block_size,
+            arrays["lane_to_row"][: lanes.num_lanes],
+            arrays["lane_query_len"][: lanes.num_lanes],
+            lanes.num_tokens,
+            tokens_RM=columns["tokens"],
+            num_computed_R=columns["num_computed"],
+            alive_R=columns["alive"],
+            blocks_RB=columns["blocks"],
+            block_size=self._table.block_size,
         )
 
     def _attention_batch(self, inputs: StepInputs, work: StepWork) -> AttentionBatch:
         return AttentionBatch(
-            query_start_L1=inputs.query_start_L1, length_L=inputs.length_L, position_T=inputs.position_T,
-            slot_T=inputs.slot_T, block_table_LB=self._table.columns["blocks"][inputs.row_L],
-            query_len_L=work.lanes.query_len_L, length_bound_L=work.length_bound_L,
+            query_start_L1=inputs.query_start_L1,
+            length_L=inputs.length_L,
+            position_T=inputs.position_T,
+            slot_T=inputs.slot_T,
+            block_table_LB=self._table.columns["blocks"][inputs.row_L],
+            query_len_L=work.lanes.query_len_L,
+            length_bound_L=work.length_bound_L,
             num_decode_lanes=work.lanes.num_decode_lanes,
         )
 
@@ -104,7 +122,9 @@ class Tick:
         row_N = inputs.row_L[sample_N]
         places = {name: self._table.lanes[f"feature_{name}"][:n].long() for name, n in lanes.counts.items()}
         asked = places.pop(LOGPROBS, None)
-        raw = logits_NV[asked] if asked is not None else None  # before the pipeline changes the logits in place
+        raw = (
+            logits_NV[asked] if asked is not None else None
+        )  # before the pipeline changes the logits in place
         batch = SampleBatch(row_N, self._table.columns["length"][row_N], self._table.columns, places)
         sampled = self._pipeline.sample(logits_NV, batch)
         if raw is None or asked is None:

@@ -25,12 +25,26 @@ def dense(q, k, v, position, shape):
     return out
 
 
-@pytest.mark.parametrize("heads,kv_heads,window,soft_cap", [
-    (6, 2, None, None), (4, 4, None, None), (4, 1, 5, None), (6, 3, 9, 2.0), (2, 2, None, 3.0),
-])
-@pytest.mark.parametrize("decodes,prefills", [
-    ([9], []), ([1, 5, 33], []), ([], [(0, 7)]), ([17, 4], [(0, 12), (6, 5)]), ([70, 3, 200, 21], [(40, 3)]),
-])
+@pytest.mark.parametrize(
+    "heads,kv_heads,window,soft_cap",
+    [
+        (6, 2, None, None),
+        (4, 4, None, None),
+        (4, 1, 5, None),
+        (6, 3, 9, 2.0),
+        (2, 2, None, 3.0),
+    ],
+)
+@pytest.mark.parametrize(
+    "decodes,prefills",
+    [
+        ([9], []),
+        ([1, 5, 33], []),
+        ([], [(0, 7)]),
+        ([17, 4], [(0, 12), (6, 5)]),
+        ([70, 3, 200, 21], [(40, 3)]),
+    ],
+)
 def test_a_step_equals_dense_attention(heads, kv_heads, window, soft_cap, decodes, prefills):
     rng = np.random.default_rng(len(decodes) * 10 + heads)
     size, block = 16, 8
@@ -43,7 +57,9 @@ def test_a_step_equals_dense_attention(heads, kv_heads, window, soft_cap, decode
         table[lane, :count] = ids[end - count : end]
     backend = PagedTorchAttention([shape], block, torch.float32, torch.device("cpu"))
     backend.allocate(sum(blocks) + 1)
-    keys, values = (rng.normal(size=(len(lanes), max(a + b for a, b in lanes), kv_heads, size)) for _ in range(2))
+    keys, values = (
+        rng.normal(size=(len(lanes), max(a + b for a, b in lanes), kv_heads, size)) for _ in range(2)
+    )
     for lane, (done, _) in enumerate(lanes):
         for place in range(done):
             page, slot = table[lane, place // block], place % block
@@ -57,13 +73,20 @@ def test_a_step_equals_dense_attention(heads, kv_heads, window, soft_cap, decode
     bound[: len(decodes)] += rng.integers(0, 3, len(decodes))  # the host may be ahead of the device
     bound = np.minimum(bound, [n * block for n in blocks]).astype(np.int32)
     q = rng.normal(size=(len(position), heads, size))
-    step = backend.bind(AttentionBatch(
-        query_start_L1=torch.from_numpy(np.concatenate(([0], np.cumsum(query_len))).astype(np.int32)),
-        length_L=torch.from_numpy(length), position_T=torch.from_numpy(position),
-        slot_T=torch.from_numpy(table[lane_of, position // block].astype(np.int64) * block + position % block),
-        block_table_LB=torch.from_numpy(table), query_len_L=query_len, length_bound_L=bound,
-        num_decode_lanes=len(decodes),
-    ))
+    step = backend.bind(
+        AttentionBatch(
+            query_start_L1=torch.from_numpy(np.concatenate(([0], np.cumsum(query_len))).astype(np.int32)),
+            length_L=torch.from_numpy(length),
+            position_T=torch.from_numpy(position),
+            slot_T=torch.from_numpy(
+                table[lane_of, position // block].astype(np.int64) * block + position % block
+            ),
+            block_table_LB=torch.from_numpy(table),
+            query_len_L=query_len,
+            length_bound_L=bound,
+            num_decode_lanes=len(decodes),
+        )
+    )
     new = [torch.from_numpy(a[lane_of, position]).float() for a in (keys, values)]
     out = step(0, torch.from_numpy(q).float(), *new)
     for token, (lane, place) in enumerate(zip(lane_of, position, strict=True)):

@@ -19,14 +19,24 @@ EXTRA = (Column("heat", "f32", default=0.5), Column("picks", width=6), Column("w
 
 
 def make_table() -> RowTable:
-    return RowTable(max_num_seqs=4, max_model_len=20, block_size=4, device=torch.device("cpu"), columns=EXTRA,
-                    features=("heat",))
+    return RowTable(
+        max_num_seqs=4,
+        max_model_len=20,
+        block_size=4,
+        device=torch.device("cpu"),
+        columns=EXTRA,
+        features=("heat",),
+    )
 
 
 def make_admission(row: int, tokens: list[int], prompt_len: int, **params: object) -> Admission:
     request = EngineRequest(
-        key=7, prompt_token_ids=np.array(tokens[:prompt_len], np.int32), params=SamplingParams(**params),
-        seed=0xFEDCBA9876543210, end_token_ids=(2, 9), max_len=15,
+        key=7,
+        prompt_token_ids=np.array(tokens[:prompt_len], np.int32),
+        params=SamplingParams(**params),
+        seed=0xFEDCBA9876543210,
+        end_token_ids=(2, 9),
+        max_len=15,
     )
     return Admission(row, 3, request, np.array(tokens, np.int32), 4, np.array([5, 6], np.int32))
 
@@ -39,8 +49,16 @@ def test_admission_overwrites_every_scalar_that_the_last_owner_left():
     table.flush().apply(table.arena)
     got = {name: view[2].item() for name, view in table.columns.items() if view.dim() == 1}
     assert got == {
-        "alive": 1, "generation": 3, "length": 5, "num_computed": 4, "prompt_len": 5, "min_len": 8, "max_len": 15,
-        "seed_lo": 0x76543210, "seed_hi": 0xFEDCBA98 - (1 << 32), "heat": 0.5,
+        "alive": 1,
+        "generation": 3,
+        "length": 5,
+        "num_computed": 4,
+        "prompt_len": 5,
+        "min_len": 8,
+        "max_len": 15,
+        "seed_lo": 0x76543210,
+        "seed_hi": 0xFEDCBA98 - (1 << 32),
+        "heat": 0.5,
     }
     assert table.columns["tokens"][2, :5].tolist() == [11, 12, 13, 14, 15]
     assert table.columns["blocks"][2, :2].tolist() == [5, 6]
@@ -105,7 +123,8 @@ def test_scatter_spans_equals_slice_assignment(seed):
 
 
 def test_a_staging_buffer_is_not_reused_before_its_last_reader_is_done():
-    """The stream is held back while more flushes come than there are buffers; every one must arrive unharmed."""
+    """The stream is held back while more flushes come than there are buffers; every one must arrive
+    unharmed."""
     door, stream = InDoor(2, pinned=False), CpuStream()
     arena = torch.zeros(64, dtype=torch.int32)
     gate = threading.Event()

@@ -22,15 +22,22 @@ def make_rows(rng):
         "max_len": torch.full((ROWS,), 20, dtype=torch.int32),
         "end_ids": torch.tensor([[7, -1], [-1, -1], [3, 4], [7, -1], [-1, -1], [-1, -1]], dtype=torch.int32),
         "alive": torch.tensor([1, 1, 0, 1, 1, 0], dtype=torch.int32),
-        "blocks": torch.from_numpy(rng.permutation(ROWS * LEN // BLOCK).reshape(ROWS, -1).astype(np.int32) + 1),
+        "blocks": torch.from_numpy(
+            rng.permutation(ROWS * LEN // BLOCK).reshape(ROWS, -1).astype(np.int32) + 1
+        ),
     }
 
 
 def build(rows, lanes, query_len):
     return build_step_inputs(
-        torch.tensor(lanes, dtype=torch.int32), torch.tensor(query_len, dtype=torch.int32), sum(query_len),
-        tokens_RM=rows["tokens"], num_computed_R=rows["num_computed"], alive_R=rows["alive"],
-        blocks_RB=rows["blocks"], block_size=BLOCK,
+        torch.tensor(lanes, dtype=torch.int32),
+        torch.tensor(query_len, dtype=torch.int32),
+        sum(query_len),
+        tokens_RM=rows["tokens"],
+        num_computed_R=rows["num_computed"],
+        alive_R=rows["alive"],
+        blocks_RB=rows["blocks"],
+        block_size=BLOCK,
     )
 
 
@@ -60,9 +67,16 @@ def commit(rows, lanes, query_len, sampled, ok=None):
     inputs = build(rows, lanes, query_len)
     ok = torch.ones(len(lanes), dtype=torch.bool) if ok is None else torch.tensor(ok)
     return commit_step(
-        inputs, torch.arange(len(lanes)), torch.tensor(sampled, dtype=torch.int32), ok, tokens_RM=rows["tokens"],
-        length_R=rows["length"], num_computed_R=rows["num_computed"], max_len_R=rows["max_len"],
-        end_ids_RE=rows["end_ids"], alive_R=rows["alive"],
+        inputs,
+        torch.arange(len(lanes)),
+        torch.tensor(sampled, dtype=torch.int32),
+        ok,
+        tokens_RM=rows["tokens"],
+        length_R=rows["length"],
+        num_computed_R=rows["num_computed"],
+        max_len_R=rows["max_len"],
+        end_ids_RE=rows["end_ids"],
+        alive_R=rows["alive"],
     )
 
 

@@ -1,0 +1,1 @@
+"""Joins scheduler and runner; clients, input and output processing, LLM and AsyncLLM."""

@@ -1,0 +1,1 @@
+"""The V2 runner: step(), lanes, memory plan. Knows no scheduler."""

@@ -1,0 +1,1 @@
+"""Sampling features, one file each, joined by a list (pipeline.py)."""
