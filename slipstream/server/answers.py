@@ -1,0 +1,202 @@
+"""Shapes of the answers, as typed dictionaries, and the parts that several endpoints build: usage and
+logprobs."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING, NotRequired
+
+from typing_extensions import TypedDict
+
+if TYPE_CHECKING:
+    from slipstream.engine.outputs import Logprob, RequestOutput
+
+LOWEST_LOGPROB = -9999.0  # JSON has no infinity
+
+
+class CachedTokens(TypedDict):
+    cached_tokens: int
+
+
+class Usage(TypedDict):
+    """Counts of tokens. A prompt counts once, whatever n is; cached_tokens came from the prefix cache."""
+
+    prompt_tokens: int
+    completion_tokens: int
+    total_tokens: int
+    prompt_tokens_details: CachedTokens
+
+
+class CompletionLogprobs(TypedDict):
+    """Parallel lists over tokens. The first prompt token (with echo) has no probability: null."""
+
+    text_offset: list[int]
+    token_logprobs: list[float | None]
+    tokens: list[str]
+    top_logprobs: list[dict[str, float] | None]
+
+
+class PromptScore(TypedDict):
+    logprob: float
+    rank: int | None
+    decoded_token: str | None
+
+
+PromptScores = list[dict[str, PromptScore] | None]
+
+
+class CompletionChoice(TypedDict):
+    index: int
+    text: str
+    logprobs: CompletionLogprobs | None
+    finish_reason: str | None
+    stop_reason: int | str | None
+    prompt_logprobs: NotRequired[PromptScores | None]
+    prompt_token_ids: NotRequired[list[int]]
+    token_ids: NotRequired[list[int]]
+
+
+class Completion(TypedDict):
+    """Answer of /v1/completions; with stream=true also every event, whose choice holds only what is new."""
+
+    id: str
+    object: str
+    created: int
+    model: str
+    choices: list[CompletionChoice]
+    usage: NotRequired[Usage]
+
+
+class TopLogprob(TypedDict):
+    token: str
+    logprob: float
+    bytes: list[int]
+
+
+class TokenLogprob(TopLogprob):
+    top_logprobs: list[TopLogprob]
+
+
+class ChatLogprobs(TypedDict):
+    content: list[TokenLogprob]
+
+
+class ChatMessage(TypedDict):
+    role: NotRequired[str]
+    content: NotRequired[str]
+
+
+class ChatChoice(TypedDict):
+    """message in an answer, delta in an event of a stream."""
+
+    index: int
+    message: NotRequired[ChatMessage]
+    delta: NotRequired[ChatMessage]
+    logprobs: ChatLogprobs | None
+    finish_reason: str | None
+    stop_reason: NotRequired[int | str | None]
+    token_ids: NotRequired[list[int]]
+
+
+class ChatCompletion(TypedDict):
+    """Answer of /v1/chat/completions, and every event of its stream."""
+
+    id: str
+    object: str
+    created: int
+    model: str
+    choices: list[ChatChoice]
+    usage: NotRequired[Usage]
+    prompt_logprobs: NotRequired[PromptScores | None]
+    prompt_token_ids: NotRequired[list[int]]
+
+
+class UsageCount:
+    """Adds up usage over the outputs of a request's prompts, whole or in pieces."""
+
+    def __init__(self) -> None:
+        self._prompt: dict[int, int] = {}
+        self._cached: dict[int, int] = {}
+        self._completion = 0
+
+    def add(self, prompt_index: int, output: RequestOutput) -> None:
+        self._prompt[prompt_index] = len(output.prompt_token_ids or ())
+        self._cached[prompt_index] = max(self._cached.get(prompt_index, 0), output.num_cached_tokens or 0)
+        self._completion += sum(len(piece.token_ids) for piece in output.outputs)
+
+    def usage(self) -> Usage:
+        prompt = sum(self._prompt.values())
+        return {
+            "prompt_tokens": prompt,
+            "completion_tokens": self._completion,
+            "total_tokens": prompt + self._completion,
+            "prompt_tokens_details": {"cached_tokens": sum(self._cached.values())},
+        }
+
+
+class CompletionScores:
+    """Builds logprobs of one choice of /v1/completions, over one call or several (text offsets go on)."""
+
+    def __init__(self) -> None:
+        self._offset = 0
+
+    def build(
+        self, token_ids: Sequence[int], scores: Sequence[Mapping[int, Logprob] | None], first_text: str = ""
+    ) -> CompletionLogprobs:
+        """scores[i] belongs to token_ids[i] and holds it. first_text: the token whose score is None."""
+        built: CompletionLogprobs = {
+            "text_offset": [],
+            "token_logprobs": [],
+            "tokens": [],
+            "top_logprobs": [],
+        }
+        for token, score in zip(token_ids, scores, strict=True):
+            text = first_text if score is None else score[token].decoded_token or ""
+            built["tokens"].append(text)
+            built["text_offset"].append(self._offset)
+            built["token_logprobs"].append(None if score is None else finite(score[token].logprob))
+            built["top_logprobs"].append(None if score is None else _by_text(score))
+            self._offset += len(text)
+        return built
+
+
+def _by_text(score: Mapping[int, Logprob]) -> dict[str, float]:
+    """Best first, so that of two ids with one text the likelier stays."""
+    texts: dict[str, float] = {}
+    for entry in sorted(score.values(), key=lambda entry: -entry.logprob):
+        texts.setdefault(entry.decoded_token or "", finite(entry.logprob))
+    return texts
+
+
+def chat_scores(token_ids: Sequence[int], scores: Sequence[Mapping[int, Logprob]], top: int) -> ChatLogprobs:
+    """One entry a token, with its `top` likeliest alternatives, best first."""
+    content: list[TokenLogprob] = []
+    for token, score in zip(token_ids, scores, strict=True):
+        best = sorted(score.values(), key=lambda entry: -entry.logprob)[:top]
+        content.append(
+            {**_top_logprob(score[token]), "top_logprobs": [_top_logprob(entry) for entry in best]}
+        )
+    return {"content": content}
+
+
+def _top_logprob(entry: Logprob) -> TopLogprob:
+    text = entry.decoded_token or ""
+    return {"token": text, "logprob": finite(entry.logprob), "bytes": list(text.encode("utf-8", "replace"))}
+
+
+def prompt_scores(scores: Sequence[Mapping[int, Logprob] | None] | None) -> PromptScores | None:
+    """vLLM's prompt_logprobs: for every prompt token a map of token id to its score; null for the first."""
+    if scores is None:
+        return None
+    return [
+        None if score is None else {str(token): _prompt_score(entry) for token, entry in score.items()}
+        for score in scores
+    ]
+
+
+def _prompt_score(entry: Logprob) -> PromptScore:
+    return {"logprob": finite(entry.logprob), "rank": entry.rank, "decoded_token": entry.decoded_token}
+
+
+def finite(logprob: float) -> float:
+    return max(logprob, LOWEST_LOGPROB)

@@ -1,0 +1,160 @@
+"""What every endpoint holds: the engine, the served name, the metrics; and how a request's prompts run on
+it."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+import uuid
+from collections.abc import AsyncGenerator, Mapping, Sequence
+from contextlib import aclosing
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any, Protocol
+
+from fastapi import Request
+
+from slipstream.contracts.errors import BadRequest
+from slipstream.contracts.limits import MAX_SEQUENCES, check_prompt
+from slipstream.contracts.sampling_params import RequestOutputKind, SamplingParams
+from slipstream.server.errors import ApiError
+from slipstream.server.metrics import Metrics
+from slipstream.server.streams import merge
+
+if TYPE_CHECKING:
+    from slipstream.engine.outputs import RequestOutput
+    from slipstream.text.tokenizer import Tokenizer
+
+    from slipstream.contracts.outputs import EngineStats
+    from slipstream.engine.client import EngineInfo
+    from slipstream.server.schema import GenerateBody
+
+MAX_ID = 256
+LONG_TEXT = 4096  # characters; a longer prompt is tokenised off the event loop
+
+
+class Engine(Protocol):
+    """The part of AsyncLLM that the server uses."""
+
+    @property
+    def info(self) -> EngineInfo: ...
+
+    @property
+    def stats(self) -> EngineStats: ...
+
+    @property
+    def errored(self) -> bool: ...
+
+    def get_tokenizer(self) -> Tokenizer | None: ...
+
+    def generate(
+        self, prompt: dict[str, Any], sampling_params: SamplingParams, request_id: str, priority: int = 0
+    ) -> AsyncGenerator[RequestOutput, None]: ...
+
+    def shutdown(self) -> None: ...
+
+
+class Render(Protocol):
+    """Turns a conversation into the prompt's text. Raises BadRequest for turns that the template refuses."""
+
+    def __call__(
+        self,
+        messages: Sequence[Mapping[str, Any]],
+        *,
+        add_generation_prompt: bool,
+        continue_final_message: bool,
+        template_kwargs: Mapping[str, Any],
+    ) -> str: ...
+
+
+@dataclass(frozen=True, slots=True)
+class Input:
+    """One prompt. text: as given; None where the client sent token ids."""
+
+    token_ids: Sequence[int]
+    text: str | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Context:
+    """Shared by the endpoints of one app. model: the name that clients use; render: the chat template, None
+    where the model has none."""
+
+    engine: Engine
+    model: str
+    metrics: Metrics
+    render: Render | None = None
+    created: int = field(default_factory=lambda: int(time.time()))
+
+    def check_model(self, name: str | None) -> None:
+        """Raises ApiError (404) for a model that is not served here."""
+        if name is not None and name != self.model:
+            raise ApiError(
+                404,
+                f"model={name[:80]!r}: does not exist, this server has {self.model!r}",
+                "model",
+                "model_not_found",
+            )
+
+    def tokenizer(self, field: str) -> Tokenizer:
+        """Raises BadRequest that names the field which needs it, where the server runs without a
+        tokenizer."""
+        tokenizer = self.engine.get_tokenizer()
+        if tokenizer is None:
+            raise BadRequest(field, "text", "must be token ids: this server runs with --skip-tokenizer-init")
+        return tokenizer
+
+    def name(self, prefix: str, body: GenerateBody, request: Request) -> str:
+        """The answer's id: the client's own (body, then X-Request-Id) or one of ours, after the prefix.
+        Raises BadRequest for a header that is too long."""
+        header = request.headers.get("x-request-id")
+        if header is not None and not 0 < len(header) <= MAX_ID:
+            raise BadRequest("x-request-id", header, f"must be 1 to {MAX_ID} characters")
+        return f"{prefix}-{body.request_id or header or uuid.uuid4().hex}"
+
+    async def encode(self, field: str, text: str, add_special_tokens: bool) -> list[int]:
+        """Token ids of a text. Raises BadRequest without a tokenizer, or for a text that can never fit."""
+        tokenizer = self.tokenizer(field)
+        if len(text) <= LONG_TEXT:
+            return tokenizer.encode(text, add_special_tokens=add_special_tokens)
+        return await asyncio.to_thread(tokenizer.encode, text, add_special_tokens=add_special_tokens)
+
+    async def run(
+        self, name: str, body: GenerateBody, inputs: Sequence[Input], params: SamplingParams
+    ) -> AsyncGenerator[tuple[int, RequestOutput], None]:
+        """Outputs of all prompts as they come, each with its prompt's index. Closing the iterator aborts
+        what runs.
+
+        Every prompt is checked before the first one starts. The engine knows the request by a name of our
+        own, so that two clients may choose the same one.
+        """
+        for prompt in inputs:
+            check_prompt(prompt.token_ids, params, self.engine.info.limits)
+        params = params.clone(
+            output_kind=RequestOutputKind.DELTA if body.stream else RequestOutputKind.FINAL_ONLY
+        )
+        unique = f"{name}-{uuid.uuid4().hex[:8]}"
+        outputs = [self._run_one(f"{unique}-{i}", prompt, params, body) for i, prompt in enumerate(inputs)]
+        async with aclosing(merge(outputs)) as merged:
+            async for item in merged:
+                yield item
+
+    async def _run_one(
+        self, request_id: str, prompt: Input, params: SamplingParams, body: GenerateBody
+    ) -> AsyncGenerator[RequestOutput, None]:
+        tokens: dict[str, Any] = {"prompt_token_ids": prompt.token_ids}
+        if body.cache_salt is not None:
+            tokens["cache_salt"] = body.cache_salt
+        outputs = self.engine.generate(tokens, params, request_id, priority=body.priority or 0)
+        with self.metrics.request(len(prompt.token_ids), params) as meter:
+            async with aclosing(outputs):
+                async for output in outputs:
+                    meter.observe(output)
+                    yield output
+
+
+def check_count(prompts: int, n: int) -> None:
+    """Raises BadRequest before anything is allocated for a request of too many sequences."""
+    if prompts * n > MAX_SEQUENCES:
+        raise BadRequest(
+            "prompt", f"{prompts} prompts", f"prompts times n={n} must be at most {MAX_SEQUENCES}"
+        )

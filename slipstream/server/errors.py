@@ -1,0 +1,138 @@
+"""Errors as HTTP answers, always in OpenAI's shape: {"error": {"message", "type", "param", "code"}}."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from fastapi import FastAPI, HTTPException, Request
+from fastapi.exceptions import RequestValidationError
+from fastapi.responses import JSONResponse
+from starlette.exceptions import HTTPException as StarletteHTTPException
+from typing_extensions import TypedDict
+
+from slipstream.contracts.errors import BadRequest, EngineDeadError, EngineError
+from slipstream.contracts.limits import BOOLS, NUMBERS, SERVER_NUMBERS
+from slipstream.observe.log import get_logger
+
+log = get_logger(__name__)
+
+_LIMITS = {rule.field: rule.limit for rule in NUMBERS + SERVER_NUMBERS} | dict.fromkeys(
+    BOOLS, "must be true or false"
+)
+_LIMITS |= {
+    "prompt": "must be a string, a list of strings, a list of token ids or a list of lists of token ids",
+    "stop": "must be a string or a list of strings",
+    "stop_token_ids": "must be a list of token ids",
+    "allowed_token_ids": "must be a list of token ids",
+    "logit_bias": "must map token ids to numbers",
+    "bad_words": "must be a list of strings",
+    "suffix": "is not supported, must be null",
+    "tools": "are not supported, must be null or empty",
+    "tool_choice": 'must be "none": tools are not supported',
+    "response_format.type": 'must be "text": structured output is not supported',
+}
+_TYPES = {401: "authentication_error", 404: "not_found_error", 405: "invalid_request_error"}
+
+
+class ErrorDetail(TypedDict):
+    """What went wrong. param: the field at fault, where there is one; code: the HTTP status, or OpenAI's
+    word."""
+
+    message: str
+    type: str
+    param: str | None
+    code: str | int | None
+
+
+class ErrorBody(TypedDict):
+    """Every answer with a status of 400 or more has this shape."""
+
+    error: ErrorDetail
+
+
+class ApiError(HTTPException):
+    """An answer other than success that is not about a field's value: credentials, model names, broken
+    JSON."""
+
+    def __init__(self, status: int, message: str, param: str | None = None, code: str | None = None) -> None:
+        super().__init__(status, message, {"WWW-Authenticate": "Bearer"} if status == 401 else None)
+        self.param = param
+        self.code = code
+
+
+def error_body(
+    status: int, message: str, param: str | None = None, code: str | int | None = None
+) -> ErrorBody:
+    kind = _TYPES.get(status, "invalid_request_error" if status < 500 else "internal_server_error")
+    return {
+        "error": {"message": message, "type": kind, "param": param, "code": status if code is None else code}
+    }
+
+
+def describe(error: Exception) -> tuple[int, ErrorBody]:
+    """Status and body of any exception; what is not the user's fault is told in general words only."""
+    if isinstance(error, BadRequest):
+        return 400, error_body(400, str(error), error.field)
+    if isinstance(error, ApiError):
+        return error.status_code, error_body(error.status_code, error.detail, error.param, error.code)
+    if isinstance(error, EngineDeadError):
+        return 503, error_body(503, str(error) or "the engine is gone")
+    if isinstance(error, EngineError):
+        return 500, error_body(500, str(error) or "the engine failed while serving this request")
+    return 500, error_body(500, "internal error; the server's log has the details")
+
+
+def answer(error: Exception) -> JSONResponse:
+    status, body = describe(error)
+    headers = error.headers if isinstance(error, HTTPException) else None
+    return JSONResponse(body, status, headers)
+
+
+def install(app: FastAPI) -> None:
+    """Make every error of the app an answer in OpenAI's shape."""
+
+    async def known(_request: Request, error: Exception) -> JSONResponse:
+        return answer(error)
+
+    async def invalid(_request: Request, error: Exception) -> JSONResponse:
+        assert isinstance(error, RequestValidationError)
+        return answer(from_validation(error.errors()))
+
+    async def http(_request: Request, error: Exception) -> JSONResponse:
+        assert isinstance(error, StarletteHTTPException)
+        return JSONResponse(error_body(error.status_code, error.detail), error.status_code, error.headers)
+
+    async def unknown(request: Request, error: Exception) -> JSONResponse:
+        log.error("request failed", path=request.url.path, error=repr(error), exc_info=error)
+        return answer(error)
+
+    for kind in (BadRequest, ApiError, EngineError):
+        app.add_exception_handler(kind, known)
+    app.add_exception_handler(RequestValidationError, invalid)
+    app.add_exception_handler(StarletteHTTPException, http)
+    app.add_exception_handler(Exception, unknown)
+
+
+def from_validation(errors: Sequence[Mapping[str, Any]]) -> BadRequest:
+    """The first schema violation as a BadRequest: the path of the field, its value, and the rule of
+    limits.py."""
+    first = errors[0]
+    path = [str(part) for part in first["loc"][1:]]
+    whole = ".".join(path)
+    field = path[0] if path and path[0] in _LIMITS and whole not in _LIMITS else whole or "body"
+    if first["type"] == "extra_forbidden":
+        return BadRequest(
+            field, _short(first["input"]), "is not a field that this endpoint knows (see docs/server.md)"
+        )
+    if first["type"] == "missing":
+        return BadRequest(field, None, "is required")
+    message = first["msg"][:1].lower() + first["msg"][1:]
+    return BadRequest(field, _short(first["input"]), _LIMITS.get(field, message))
+
+
+def _short(value: Any) -> Any:
+    """Enough of a value to recognise it: its repr is made before it is cut."""
+    if isinstance(value, Mapping):
+        return dict(list(value.items())[:8])
+    return value[:100] if isinstance(value, str | list) else value

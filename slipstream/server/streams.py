@@ -1,0 +1,132 @@
+"""Async plumbing of answers: merging iterators, server-sent events, and noticing that a client has gone."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Sequence
+from contextlib import aclosing
+from typing import Any, TypeVar
+
+import msgspec
+from fastapi import Request, Response
+from fastapi.responses import StreamingResponse
+from starlette.types import Receive, Scope, Send
+
+from slipstream.observe.log import get_logger
+from slipstream.server.errors import describe
+
+T = TypeVar("T")
+log = get_logger(__name__)
+DONE = b"data: [DONE]\n\n"
+_encode = msgspec.json.Encoder().encode
+
+
+def event(data: Any) -> bytes:
+    """One server-sent event."""
+    return b"data: " + _encode(data) + b"\n\n"
+
+
+class ClientGone(Exception):
+    """The client closed the connection before its answer was ready."""
+
+
+async def merge(sources: Sequence[AsyncGenerator[T, None]]) -> AsyncGenerator[tuple[int, T], None]:
+    """Items of all sources as they come, each with its source's index. The first exception ends all of them,
+    and so does closing this iterator."""
+    queue: asyncio.Queue[tuple[int, T] | Exception | None] = asyncio.Queue()
+
+    async def pump(index: int, source: AsyncGenerator[T, None]) -> None:
+        try:
+            async for item in source:
+                queue.put_nowait((index, item))
+        except Exception as error:
+            queue.put_nowait(error)
+        finally:
+            await source.aclose()
+            queue.put_nowait(None)
+
+    tasks = [asyncio.create_task(pump(index, source)) for index, source in enumerate(sources)]
+    try:
+        live = len(tasks)
+        while live:
+            item = await queue.get()
+            if isinstance(item, Exception):
+                raise item
+            if item is None:
+                live -= 1
+            else:
+                yield item
+    finally:
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
+
+
+async def until_disconnect(request: Request, work: Awaitable[T]) -> T:
+    """The result of work; cancels it and raises ClientGone when the client goes first. The body must be
+    read."""
+
+    async def gone() -> None:
+        while (await request.receive())["type"] != "http.disconnect":
+            pass
+
+    task, watch = asyncio.ensure_future(work), asyncio.ensure_future(gone())
+    try:
+        await asyncio.wait({task, watch}, return_when=asyncio.FIRST_COMPLETED)
+        if task.done():
+            return task.result()
+        raise ClientGone
+    finally:
+        for waiting in (task, watch):
+            waiting.cancel()
+        await asyncio.gather(task, watch, return_exceptions=True)
+
+
+def json_answer(data: Any) -> Response:
+    return Response(_encode(data), media_type="application/json")
+
+
+async def started(request: Request, source: AsyncGenerator[T, None]) -> AsyncGenerator[T, None]:
+    """source, with its first item already waiting: what is refused or fails before it can still choose the
+    answer's status. Raises ClientGone. Closing the result closes source."""
+
+    async def rest() -> AsyncGenerator[T, None]:
+        async with aclosing(source):
+            yield first
+            async for item in source:
+                yield item
+
+    first = await until_disconnect(request, anext(source))
+    return rest()
+
+
+class EventStream(StreamingResponse):
+    """Sends events as they come, then [DONE]. An error after the start becomes an event of OpenAI's error
+    shape.
+
+    source is what events read from: it is closed, and its requests with it, however the answer ends.
+    """
+
+    def __init__(self, name: str, events: AsyncIterator[Any], source: AsyncGenerator[Any, None]) -> None:
+        super().__init__(
+            self._framed(name, events),
+            media_type="text/event-stream",
+            headers={"Cache-Control": "no-cache", "X-Accel-Buffering": "no"},
+        )
+        self._source = source
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        try:
+            await super().__call__(scope, receive, send)
+        finally:
+            await self._source.aclose()
+
+    @staticmethod
+    async def _framed(name: str, events: AsyncIterator[Any]) -> AsyncIterator[bytes]:
+        try:
+            async for data in events:
+                yield event(data)
+        except Exception as error:
+            log.error("stream failed", request=name, error=repr(error))
+            yield event(describe(error)[1])
+        yield DONE
