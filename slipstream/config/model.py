@@ -11,8 +11,9 @@ class RopeSpec:
     """Rotary embedding. kind is the scaling rule; the numbers are those of Hugging Face's rope_scaling, where
     used.
 
-    theta: base; rotary_dim: dimensions of a head that turn; original_max_position: trained length, for
-    llama3, yarn and dynamic scaling.
+    theta: base; rotary_dim: dimensions of a head that turn; original_max_position: trained length, for llama3, yarn
+    and dynamic scaling. divisors: a number for each of the rotary_dim / 2 frequencies to be divided by, where a GGUF
+    file states its scaling so.
     """
 
     theta: float
@@ -28,6 +29,7 @@ class RopeSpec:
     mscale: float | None = None
     mscale_all_dim: float | None = None
     truncate: bool = True
+    divisors: tuple[float, ...] = ()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -1,0 +1,2 @@
+"""Maths with arguments that several architectures share: linear, norm, rotary positions, embedding,
+activation."""

@@ -1,0 +1,99 @@
+"""read_spec and load_model: the two doors through which a model on disk becomes a spec and a Model."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import torch
+
+from slipstream.config.model import ModelSpec
+from slipstream.layers.linear import HalfRangeError, choose_linear
+from slipstream.loading.gguf_file import GGUFSource, is_gguf, open_gguf, read_gguf_spec
+from slipstream.loading.hf_config import read_hf_spec
+from slipstream.loading.sources import DummySource, SafetensorsSource, Shapes, WeightSource
+from slipstream.models.base import Model
+from slipstream.models.registry import MODELS
+
+Tensor = torch.Tensor
+
+LOAD_FORMATS = ("auto", "safetensors", "gguf", "dummy")
+_SHOWN_NAMES = 8
+# Buffers that old checkpoints carry and every engine computes.
+_COMPUTED = ("rotary_emb.inv_freq",)
+
+
+def read_spec(path: str | Path) -> ModelSpec:
+    """The architecture of a Hugging Face folder or a GGUF file. Raises ValueError that names what is
+    unsupported."""
+    path = Path(path).expanduser()
+    if not path.exists():
+        raise ValueError(f"model={str(path)!r}: no such folder or file")
+    if path.is_dir():
+        return read_hf_spec(path)
+    if is_gguf(path):
+        return read_gguf_spec(open_gguf(path))
+    raise ValueError(f"model={str(path)!r}: neither a Hugging Face folder nor a GGUF file")
+
+
+def load_model(
+    path: str | Path,
+    spec: ModelSpec,
+    *,
+    dtype: torch.dtype,
+    device: torch.device,
+    load_format: str = "auto",
+    seed: int = 0,
+) -> Model:
+    """The model with its weights in dtype on device. spec.max_model_len sizes the rotary table: lower it to
+    save memory.
+
+    load_format: auto (what path holds), safetensors, gguf, or dummy (random weights from seed; path may lack
+    weights). Raises ValueError that names weights which are missing, unexpected or of another shape.
+    """
+    if load_format not in LOAD_FORMATS:
+        raise ValueError(f"load_format={load_format!r}: must be one of {', '.join(LOAD_FORMATS)}")
+    model_class = MODELS[spec.architecture]
+    shapes = model_class.weight_shapes(spec)
+    source: WeightSource
+    if load_format == "dummy":
+        source = DummySource(shapes, dtype, device, seed)
+    else:
+        source = _stored(Path(path).expanduser(), spec, device, load_format)
+        _check_weights(source.shapes, shapes, str(path))
+
+    def weight(name: str) -> Tensor:
+        return source.get(name).to(device, dtype)
+
+    with torch.inference_mode():
+        try:
+            return model_class(spec, weight, choose_linear(dtype, device), device)
+        except HalfRangeError as error:
+            return model_class(spec, weight, choose_linear(dtype, device, refused=str(error)), device)
+
+
+def _stored(path: Path, spec: ModelSpec, device: torch.device, load_format: str) -> WeightSource:
+    gguf = path.is_file() and is_gguf(path)
+    if load_format == "gguf" and not gguf:
+        raise ValueError(f"load_format='gguf': {path} is not a GGUF file")
+    if load_format == "safetensors" and gguf:
+        raise ValueError(f"load_format='safetensors': {path} is a GGUF file")
+    return GGUFSource(open_gguf(path), spec) if gguf else SafetensorsSource(path, device)
+
+
+def _check_weights(found: Shapes, wanted: Shapes, path: str) -> None:
+    tied = {"lm_head.weight"} - wanted.keys()
+    known = wanted.keys() | tied
+    extra = [name for name in found if name not in known and not name.endswith(_COMPUTED)]
+    lacking = [name for name in wanted if name not in found]
+    if lacking or extra:
+        lists = (("missing", lacking), ("unexpected", extra))
+        faults = "; ".join(f"{word}: {_shown(names)}" for word, names in lists if names)
+        raise ValueError(f"{path}: weights {faults}")
+    for name, shape in wanted.items():
+        if found[name] != shape:
+            raise ValueError(f"{path}: {name} has shape {list(found[name])}, the config says {list(shape)}")
+
+
+def _shown(names: list[str]) -> str:
+    more = len(names) - _SHOWN_NAMES
+    return ", ".join(names[:_SHOWN_NAMES]) + (f" and {more} more" if more > 0 else "")

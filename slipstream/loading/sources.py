@@ -1,0 +1,77 @@
+"""Where weights come from: safetensors or random numbers (GGUF: gguf_file.py). A source names its tensors as
+Hugging Face does and gives them one at a time, so that loading never holds more than one layer twice."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any, Protocol
+
+import torch
+from safetensors import SafetensorError, safe_open
+
+from slipstream.loading.hf_config import read_json
+
+Tensor = torch.Tensor
+Shapes = dict[str, tuple[int, ...]]
+
+
+class WeightSource(Protocol):
+    """shapes: of every tensor there is. get: the tensor, in any float type, on any device."""
+
+    shapes: Shapes
+
+    def get(self, name: str) -> Tensor: ...
+
+
+class SafetensorsSource:
+    """A folder's *.safetensors, single or sharded, mapped into memory and read straight to the device."""
+
+    def __init__(self, folder: Path, device: torch.device) -> None:
+        self.shapes: Shapes = {}
+        # safe_open's handles carry no types.
+        self._file_of: dict[str, Any] = {}
+        for file in _weight_files(folder):
+            try:
+                opened: Any = safe_open(file, framework="pt", device=str(device))
+            except (SafetensorError, OSError) as error:
+                raise ValueError(f"{file} cannot be read: {error}") from None
+            for name in opened.keys():  # noqa: SIM118 (not a mapping)
+                self._file_of[name] = opened
+                self.shapes[name] = tuple(opened.get_slice(name).get_shape())
+
+    def get(self, name: str) -> Tensor:
+        tensor: Tensor = self._file_of[name].get_tensor(name)
+        return tensor
+
+
+class DummySource:
+    """Random weights of the model's own shapes: the same for one seed, drawn in dtype on the device."""
+
+    def __init__(self, shapes: Shapes, dtype: torch.dtype, device: torch.device, seed: int) -> None:
+        self.shapes = shapes
+        self._dtype, self._device = dtype, device
+        self._draw = torch.Generator(device).manual_seed(seed)
+
+    def get(self, name: str) -> Tensor:
+        """Norms near one and everything else near nought, so that activations keep their scale."""
+        tensor = torch.empty(self.shapes[name], dtype=self._dtype, device=self._device)
+        mean = 1.0 if len(tensor.shape) == 1 and name.endswith("norm.weight") else 0.0
+        return tensor.normal_(mean, 0.02, generator=self._draw)
+
+
+def _weight_files(folder: Path) -> list[Path]:
+    index = folder / "model.safetensors.index.json"
+    if index.exists():
+        weight_map = read_json(index).get("weight_map")
+        if not isinstance(weight_map, dict):
+            raise ValueError(f"{index}: the field 'weight_map' is missing")
+        files = [folder / name for name in sorted(set(weight_map.values()))]
+    else:
+        files = sorted(folder.glob("*.safetensors"))
+    if not files:
+        others = ", ".join(sorted(file.name for file in folder.glob("*.bin"))) or "none"
+        raise ValueError(f"{folder} holds no *.safetensors (*.bin: {others}; not supported)")
+    absent = [file.name for file in files if not file.exists()]
+    if absent:
+        raise ValueError(f"{folder}: {index.name} names files that are missing: {', '.join(absent)}")
+    return files

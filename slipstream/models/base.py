@@ -1,0 +1,51 @@
+"""What a model is to the runner and the loader.
+
+Legend: T tokens of the step, N tokens whose logits are wanted, H hidden size, V vocabulary.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Protocol
+
+import torch
+
+from slipstream.attention.protocol import Attend, LayerAttention
+from slipstream.config.model import ModelSpec
+from slipstream.layers.linear import LinearBackend
+
+Tensor = torch.Tensor
+Weight = Callable[[str], Tensor]
+
+
+class Model(Protocol):
+    """attention: one entry a layer. activation_dtype: of q, k, v and the hidden states. num_bytes: weights
+    and tables. linear_reason: why its linear layers run as they do, for the plan."""
+
+    attention: tuple[LayerAttention, ...]
+    activation_dtype: torch.dtype
+    num_bytes: int
+    linear_reason: str
+
+    def forward(self, tokens_T: Tensor, positions_T: Tensor, attend: Attend) -> Tensor:
+        """tokens_T, positions_T: int64 [T]; positions are below spec.max_model_len. Returns the normalised
+        hidden states [T, H] in activation_dtype. Each row depends on its own token, position and what attend
+        returns."""
+        ...
+
+    def logits(self, hidden_NH: Tensor) -> Tensor:
+        """float32 [N, V]."""
+        ...
+
+
+class ModelClass(Protocol):
+    """How the loader makes a model."""
+
+    def __call__(self, spec: ModelSpec, weight: Weight, linear: LinearBackend, device: torch.device) -> Model:
+        """weight(name) gives a tensor in the model's dtype on device; every name of weight_shapes is asked
+        for once."""
+        ...
+
+    def weight_shapes(self, spec: ModelSpec) -> dict[str, tuple[int, ...]]:
+        """Names as Hugging Face stores them, and shapes."""
+        ...
