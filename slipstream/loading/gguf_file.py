@@ -1,203 +1,151 @@
-"""GGUF files: metadata as a ModelSpec, tensors dequantised by the gguf package and named as Hugging Face
-names them.
+"""The GGUF container: metadata, and tensors as float32 arrays. No torch, so that the front end may read it
+too.
 
-llama.cpp stores the q and k rows of Llama-family models interleaved, for rotation of neighbours; they are put
-back.
+The gguf package dequantises. Its reader makes several arrays for every string of a vocabulary and takes
+seconds to open a file; this one takes a fraction of a second. Format:
+https://github.com/ggml-org/ggml/blob/master/docs/gguf.md.
 """
 
 from __future__ import annotations
 
 import functools
+import math
+import struct
 from collections.abc import Iterable
+from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
-import torch
 
-from slipstream.config.model import ModelSpec, RopeSpec
-from slipstream.loading.sources import Shapes
+Array = np.ndarray
 
-if TYPE_CHECKING:
-    from gguf import GGUFReader, ReaderTensor
+QUANTISATIONS = ("F32", "F16", "BF16", "Q8_0", "Q4_0", "Q4_1", "Q4_K", "Q5_K", "Q6_K")
 
-Tensor = torch.Tensor
+_MAGIC = b"GGUF"
+_VERSIONS = (2, 3)
+# Value types by number; 8 is a string and 9 an array.
+_SCALARS = {0: "B", 1: "b", 2: "H", 3: "h", 4: "I", 5: "i", 6: "f", 7: "?", 10: "Q", 11: "q", 12: "d"}
+_STRING, _ARRAY = 8, 9
+_DEFAULT_ALIGNMENT = 32
 
-_ARCHITECTURES = {
-    "llama": "LlamaForCausalLM",
-    "mistral": "MistralForCausalLM",
-    "qwen2": "Qwen2ForCausalLM",
-    "qwen3": "Qwen3ForCausalLM",
-}
-_INTERLEAVED = ("llama", "mistral")
-_QUANTISATIONS = ("F32", "F16", "BF16", "Q8_0", "Q4_0", "Q4_1", "Q4_K", "Q5_K", "Q6_K")
-_FILE_DTYPES = {"F32": "float32", "F16": "float16"}
-_ROPE_FACTORS = "rope_freqs.weight"
-_MODULES = {
-    "token_embd": "model.embed_tokens",
-    "output_norm": "model.norm",
-    "output": "lm_head",
-    "attn_norm": "input_layernorm",
-    "ffn_norm": "post_attention_layernorm",
-    "attn_q": "self_attn.q_proj",
-    "attn_k": "self_attn.k_proj",
-    "attn_v": "self_attn.v_proj",
-    "attn_output": "self_attn.o_proj",
-    "attn_q_norm": "self_attn.q_norm",
-    "attn_k_norm": "self_attn.k_norm",
-    "ffn_gate": "mlp.gate_proj",
-    "ffn_up": "mlp.up_proj",
-    "ffn_down": "mlp.down_proj",
-}
+
+@dataclass(frozen=True, slots=True)
+class TensorInfo:
+    """shape: rows first, as numpy and torch have it. type: ggml's number. offset: bytes into the data
+    section."""
+
+    shape: tuple[int, ...]
+    type: int
+    offset: int
 
 
 class GGUFFile:
-    """Metadata by key, tensors by their GGUF name."""
+    """metadata: every field by key. tensors: by GGUF name. Raises ValueError where the file is damaged."""
 
-    def __init__(self, path: Path, reader: GGUFReader) -> None:
+    def __init__(self, path: Path) -> None:
+        if not is_gguf(path):
+            raise ValueError(f"{path} is not a GGUF file")
         self.path = path
-        self._reader = reader
-        self.tensors: dict[str, ReaderTensor] = {tensor.name: tensor for tensor in reader.tensors}
+        self._bytes = np.memmap(path, np.uint8, "r")
+        cursor = _Cursor(self._bytes.data, at=len(_MAGIC))
+        try:
+            self.metadata, self.tensors = _read_header(cursor)
+        except (struct.error, UnicodeDecodeError, KeyError, IndexError) as error:
+            raise ValueError(f"{path} is a damaged GGUF file: {error!r}") from None
+        except ValueError as error:
+            raise ValueError(f"{path}: {error}") from None
+        alignment = self.get("general.alignment", _DEFAULT_ALIGNMENT)
+        self._data_start = -(-cursor.at // alignment) * alignment
 
     def get(self, key: str, default: Any = None) -> Any:
-        field = self._reader.get_field(key)
-        return default if field is None else field.contents()
+        return self.metadata.get(key, default)
 
     def need(self, key: str) -> Any:
-        value = self.get(key)
-        if value is None:
+        if key not in self.metadata:
             raise ValueError(f"{self.path}: the metadata field {key!r} is missing")
-        return value
+        return self.metadata[key]
+
+    def unsupported(self, what: str, known: Iterable[str]) -> ValueError:
+        return ValueError(f"{self.path}: {what} is not supported, must be one of {', '.join(known)}")
+
+    def quantisation(self, name: str) -> str:
+        """ggml's name of a tensor's type. Raises ValueError for one that is not supported."""
+        from gguf import GGMLQuantizationType
+
+        number = self.tensors[name].type
+        known = {member.value: member.name for member in GGMLQuantizationType}
+        kind = known.get(number, str(number))
+        if kind not in QUANTISATIONS:
+            raise self.unsupported(f"{name}: type {kind}", QUANTISATIONS)
+        return kind
+
+    def array(self, name: str) -> Array:
+        """The tensor, float32, dequantised; a copy that may be written."""
+        from gguf import GGML_QUANT_SIZES, GGMLQuantizationType, dequantize
+
+        info = self.tensors[name]
+        kind = GGMLQuantizationType[self.quantisation(name)]
+        block_size, block_bytes = GGML_QUANT_SIZES[kind]
+        row_bytes = info.shape[-1] // block_size * block_bytes
+        begin = self._data_start + info.offset
+        stored = self._bytes[begin : begin + math.prod(info.shape[:-1]) * row_bytes]
+        if len(stored) != math.prod(info.shape[:-1]) * row_bytes or info.shape[-1] % block_size:
+            raise ValueError(f"{self.path} is a damaged GGUF file: {name} is cut short")
+        return np.array(dequantize(stored.reshape(*info.shape[:-1], row_bytes), kind), np.float32)
 
 
 def is_gguf(path: Path) -> bool:
     with path.open("rb") as file:
-        return file.read(4) == b"GGUF"
+        return file.read(len(_MAGIC)) == _MAGIC
 
 
 @functools.lru_cache(maxsize=1)
 def open_gguf(path: Path) -> GGUFFile:
-    """Parsing a header takes up to seconds (a string a token), so spec, weights and tokenizer share the last
-    one."""
-    from gguf import GGUFReader
-
-    try:
-        return GGUFFile(path, GGUFReader(path))
-    except (ValueError, IndexError, KeyError) as error:
-        raise ValueError(f"{path} is not a readable GGUF file: {error}") from error
+    """The last file stays open: spec, weights and tokenizer come from one."""
+    return GGUFFile(path)
 
 
-def read_gguf_spec(file: GGUFFile) -> ModelSpec:
-    """Raises ValueError that names the file and what is missing or unsupported."""
-    arch = file.need("general.architecture")
-    if arch not in _ARCHITECTURES:
-        raise _unsupported(file, f"general.architecture {arch!r}", _ARCHITECTURES)
-    _refuse_quantisations(file)
-    hidden, heads = file.need(f"{arch}.embedding_length"), file.need(f"{arch}.attention.head_count")
-    layers = file.need(f"{arch}.block_count")
-    head_dim = file.get(f"{arch}.attention.key_length", hidden // heads)
-    ends = (file.get("tokenizer.ggml.eos_token_id"), file.get("tokenizer.ggml.eot_token_id"))
-    return ModelSpec(
-        architecture=_ARCHITECTURES[arch],
-        vocab_size=int(file.tensors["token_embd.weight"].shape[-1]),
-        hidden_size=hidden,
-        intermediate_size=file.need(f"{arch}.feed_forward_length"),
-        num_layers=layers,
-        num_heads=heads,
-        num_kv_heads=file.get(f"{arch}.attention.head_count_kv", heads),
-        head_dim=head_dim,
-        rms_norm_eps=_decimal(file.need(f"{arch}.attention.layer_norm_rms_epsilon")),
-        rope=_rope(file, arch, head_dim),
-        max_model_len=file.need(f"{arch}.context_length"),
-        windows=(file.get(f"{arch}.attention.sliding_window") or None,) * layers,
-        qkv_bias="blk.0.attn_q.bias" in file.tensors,
-        o_bias="blk.0.attn_output.bias" in file.tensors,
-        mlp_bias="blk.0.ffn_up.bias" in file.tensors,
-        qk_norm="blk.0.attn_q_norm.weight" in file.tensors,
-        tie_word_embeddings="output.weight" not in file.tensors,
-        bos_token_id=file.get("tokenizer.ggml.bos_token_id"),
-        end_token_ids=tuple(dict.fromkeys(end for end in ends if end is not None)),
-        dtype=_FILE_DTYPES.get(file.tensors["blk.0.attn_q.weight"].tensor_type.name, "bfloat16"),
-    )
+class _Cursor:
+    def __init__(self, buffer: memoryview, at: int) -> None:
+        self._buffer = buffer
+        self.at = at
+
+    def scalars(self, code: str, count: int = 1) -> tuple[Any, ...]:
+        layout = f"<{count}{code}"
+        values = struct.unpack_from(layout, self._buffer, self.at)
+        self.at += struct.calcsize(layout)
+        return values
+
+    def string(self) -> str:
+        (length,) = struct.unpack_from("<Q", self._buffer, self.at)
+        begin, self.at = self.at + 8, self.at + 8 + length
+        if self.at > len(self._buffer):
+            raise IndexError("a string runs past the end")
+        return str(self._buffer[begin : self.at], "utf-8")
+
+    def value(self, kind: int) -> Any:
+        if kind == _STRING:
+            return self.string()
+        if kind != _ARRAY:
+            return self.scalars(_SCALARS[kind])[0]
+        item, count = *self.scalars("I"), *self.scalars("Q")
+        if item in _SCALARS:
+            return list(self.scalars(_SCALARS[item], count))
+        return [self.value(item) for _ in range(count)]
 
 
-class GGUFSource:
-    """See sources.WeightSource."""
-
-    def __init__(self, file: GGUFFile, spec: ModelSpec) -> None:
-        self._file = file
-        self._interleaved = file.need("general.architecture") in _INTERLEAVED
-        self._heads = {"attn_q": spec.num_heads, "attn_k": spec.num_kv_heads}
-        self._stored = {hf_name(name): name for name in file.tensors if name != _ROPE_FACTORS}
-        self.shapes: Shapes = {
-            name: tuple(int(size) for size in reversed(file.tensors[stored].shape))
-            for name, stored in self._stored.items()
-        }
-
-    def get(self, name: str) -> Tensor:
-        stored = self._stored[name]
-        values = dequantise(self._file.tensors[stored])
-        module = stored.split(".")[-2]
-        if self._interleaved and module in self._heads:
-            values = uninterleave(values, self._heads[module])
-        return torch.from_numpy(values)
-
-
-def dequantise(tensor: ReaderTensor) -> np.ndarray:
-    """float32, in the tensor's own shape, a copy that may be written."""
-    from gguf import dequantize
-
-    shape = tuple(reversed(tensor.shape))
-    return np.array(dequantize(tensor.data, tensor.tensor_type), dtype=np.float32).reshape(shape)
-
-
-def uninterleave(rows: np.ndarray, heads: int) -> np.ndarray:
-    """Rows 0, 1, 2, ... of a head hold pairs (0, D/2), (1, D/2 + 1), ...: back to halves. [heads * D,
-    ...]."""
-    split = rows.reshape(heads, -1, 2, *rows.shape[1:])
-    return np.ascontiguousarray(split.swapaxes(1, 2)).reshape(rows.shape)
-
-
-def hf_name(name: str) -> str:
-    """blk.3.attn_q.weight -> model.layers.3.self_attn.q_proj.weight; unknown names are kept, to be
-    reported."""
-    *prefix, module, kind = name.split(".")
-    known = _MODULES.get(module)
-    if known is None:
-        return name
-    return f"model.layers.{prefix[1]}.{known}.{kind}" if prefix else f"{known}.{kind}"
-
-
-def _refuse_quantisations(file: GGUFFile) -> None:
-    for tensor in file.tensors.values():
-        if tensor.tensor_type.name not in _QUANTISATIONS:
-            raise _unsupported(file, f"{tensor.name}: type {tensor.tensor_type.name}", _QUANTISATIONS)
-
-
-def _unsupported(file: GGUFFile, what: str, known: Iterable[str]) -> ValueError:
-    return ValueError(f"{file.path}: {what} is not supported, must be one of {', '.join(known)}")
-
-
-def _rope(file: GGUFFile, arch: str, head_dim: int) -> RopeSpec:
-    turning = file.get(f"{arch}.rope.dimension_count", head_dim)
-    if turning != head_dim:
-        raise _unsupported(file, f"{arch}.rope.dimension_count {turning}", [f"{head_dim}, the head size"])
-    scaling = f"{arch}.rope.scaling."
-    kind = file.get(scaling + "type", "none")
-    if kind not in ("none", "linear", "yarn"):
-        raise _unsupported(file, f"{scaling}type {kind!r}", ("none", "linear", "yarn"))
-    trained = file.need(f"{arch}.context_length")
-    factors = file.tensors.get(_ROPE_FACTORS)
-    return RopeSpec(
-        theta=_decimal(file.get(f"{arch}.rope.freq_base", 10000.0)),
-        rotary_dim=turning,
-        kind="default" if kind == "none" else kind,
-        factor=_decimal(file.need(scaling + "factor")) if kind != "none" else 1.0,
-        original_max_position=file.get(scaling + "original_context_length", trained),
-        divisors=() if factors is None else tuple(dequantise(factors).tolist()),
-    )
-
-
-def _decimal(value: float) -> float:
-    """The decimal number that a float32 stands for: 9.99999974e-06 is 1e-05."""
-    return float(f"{value:.7g}")
+def _read_header(cursor: _Cursor) -> tuple[dict[str, Any], dict[str, TensorInfo]]:
+    (version, tensor_count, field_count) = *cursor.scalars("I"), *cursor.scalars("Q", 2)
+    if version not in _VERSIONS:
+        raise ValueError(f"GGUF version {version} is not supported, must be 2 or 3, little-endian")
+    metadata = {}
+    for _ in range(field_count):
+        key = cursor.string()
+        metadata[key] = cursor.value(*cursor.scalars("I"))
+    tensors = {}
+    for _ in range(tensor_count):
+        name = cursor.string()
+        shape = tuple(reversed(cursor.scalars("Q", *cursor.scalars("I"))))
+        tensors[name] = TensorInfo(shape, *cursor.scalars("I"), *cursor.scalars("Q"))
+    return metadata, tensors

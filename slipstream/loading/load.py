@@ -8,9 +8,10 @@ import torch
 
 from slipstream.config.model import ModelSpec
 from slipstream.layers.linear import HalfRangeError, choose_linear
-from slipstream.loading.gguf_file import GGUFSource, is_gguf, open_gguf, read_gguf_spec
+from slipstream.loading.gguf_file import is_gguf, open_gguf
+from slipstream.loading.gguf_spec import read_gguf_spec
 from slipstream.loading.hf_config import read_hf_spec
-from slipstream.loading.sources import DummySource, SafetensorsSource, Shapes, WeightSource
+from slipstream.loading.sources import DummySource, GGUFSource, SafetensorsSource, Shapes, WeightSource
 from slipstream.models.base import Model
 from slipstream.models.registry import MODELS
 

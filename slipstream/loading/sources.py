@@ -1,5 +1,5 @@
-"""Where weights come from: safetensors or random numbers (GGUF: gguf_file.py). A source names its tensors as
-Hugging Face does and gives them one at a time, so that loading never holds more than one layer twice."""
+"""Where weights come from: safetensors, GGUF or random numbers. A source names its tensors as Hugging Face
+does and gives them one at a time, so that loading never holds more than one layer twice."""
 
 from __future__ import annotations
 
@@ -9,6 +9,9 @@ from typing import Any, Protocol
 import torch
 from safetensors import SafetensorError, safe_open
 
+from slipstream.config.model import ModelSpec
+from slipstream.loading.gguf_file import GGUFFile
+from slipstream.loading.gguf_spec import ROPE_FACTORS, hf_name, interleaved_modules
 from slipstream.loading.hf_config import read_json
 
 Tensor = torch.Tensor
@@ -44,6 +47,23 @@ class SafetensorsSource:
         return tensor
 
 
+class GGUFSource:
+    """Tensors dequantised to float32 on the CPU; rows of q and k in Hugging Face's order."""
+
+    def __init__(self, file: GGUFFile, spec: ModelSpec) -> None:
+        self._file = file
+        self._stored = {hf_name(name): name for name in file.tensors if name != ROPE_FACTORS}
+        self._interleaved = interleaved_modules(file, spec)
+        self.shapes = {name: file.tensors[stored].shape for name, stored in self._stored.items()}
+
+    def get(self, name: str) -> Tensor:
+        tensor = torch.from_numpy(self._file.array(self._stored[name]))
+        for module, heads in self._interleaved.items():
+            if f".{module}." in name:
+                tensor = uninterleave(tensor, heads)
+        return tensor
+
+
 class DummySource:
     """Random weights of the model's own shapes: the same for one seed, drawn in dtype on the device."""
 
@@ -57,6 +77,11 @@ class DummySource:
         tensor = torch.empty(self.shapes[name], dtype=self._dtype, device=self._device)
         mean = 1.0 if len(tensor.shape) == 1 and name.endswith("norm.weight") else 0.0
         return tensor.normal_(mean, 0.02, generator=self._draw)
+
+
+def uninterleave(rows: Tensor, heads: int) -> Tensor:
+    """[heads * D, ...]: the rows of a head lie in the order 0, D/2, 1, D/2 + 1, ...; back to 0, 1, 2, ..."""
+    return rows.view(heads, -1, 2, *rows.shape[1:]).transpose(1, 2).reshape(rows.shape)
 
 
 def _weight_files(folder: Path) -> list[Path]:
