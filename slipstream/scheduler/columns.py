@@ -1,0 +1,62 @@
+"""The scheduler's columns by row. Host bounds may be ahead of the device; what was delivered is exact."""
+
+from __future__ import annotations
+
+from enum import IntEnum
+
+import numpy as np
+
+from slipstream.scheduler.config import SchedulerConfig
+
+Array = np.ndarray
+
+
+class Phase(IntEnum):
+    """What a row is doing."""
+
+    FREE = 0
+    PREFILL = 1
+    DECODE = 2
+
+
+class RowColumns:
+    """[R] columns unless said otherwise; R = max_num_seqs (the padding row is never scheduled).
+
+    key: int64, the owner. generation: int32, owners that left so far. length: tokens known on the host
+    (prompt and delivered). target: tokens to prefill. computed_bound: KV positions after every step planned
+    so far, exact in prefill; a decode row's lags by the steps since it was settled (see Scheduler).
+    registered: leading blocks offered to the prefix cache. granted: blocks in blocks[row]. blocks: int32 [R,
+    blocks of max_model_len]. tokens: int32 [R, max_model_len], zeros that cost memory only where written. """
+
+    def __init__(self, config: SchedulerConfig) -> None:
+        rows = config.max_num_seqs
+        self.phase = np.zeros(rows, np.int8)
+        self.key = np.zeros(rows, np.int64)
+        self.generation = np.zeros(rows, np.int32)
+        self.length = np.zeros(rows, np.int32)
+        self.target = np.zeros(rows, np.int32)
+        self.max_len = np.zeros(rows, np.int32)
+        self.computed_bound = np.zeros(rows, np.int32)
+        self.registered = np.zeros(rows, np.int32)
+        self.granted = np.zeros(rows, np.int32)
+        self.blocks = np.zeros((rows, config.blocks_for(config.max_model_len)), np.int32)
+        self.tokens = np.zeros((rows, config.max_model_len), np.int32)
+        self.tokens_flat = self.tokens.reshape(-1)
+        self.token_start = np.arange(rows, dtype=np.int64) * config.max_model_len
+
+    def decoding(self) -> Array:
+        """int64, rows that may gain a token. A row whose bound reached max_len only waits for its results.
+        Bounds must be settled."""
+        return np.flatnonzero((self.phase == Phase.DECODE) & (self.computed_bound + 1 < self.max_len))
+
+    def append(self, rows: Array, counts: Array, tokens: Array) -> None:
+        """Delivered tokens. rows [n]: all different; counts: int32 [n]; tokens: int32 [n, Q], of which the
+        first counts[i] are valid."""
+        place = self.token_start[rows] + self.length[rows]
+        for column in range(tokens.shape[1]):
+            if column == 0 and counts.all():
+                self.tokens_flat[place] = tokens[:, 0]
+                continue
+            more = counts > column
+            self.tokens_flat[place[more] + column] = tokens[more, column]
+        self.length[rows] += counts

@@ -1,0 +1,86 @@
+"""What the front end is told: the news of a step's lanes, and what happened outside of any step."""
+
+from __future__ import annotations
+
+import numpy as np
+
+from slipstream.contracts.outputs import EngineOutputs, EngineStats
+from slipstream.contracts.step import Finish, PromptLogprobs, StepResult, TokenLogprobs
+from slipstream.scheduler.columns import Array
+from slipstream.scheduler.queue import Entry
+
+NO_TOKENS = np.empty((0, 1), np.int32)
+
+
+class News:
+    """Collects what is not in a result until the next outputs take it along."""
+
+    def __init__(self) -> None:
+        self._cached: list[tuple[int, int]] = []
+        self._errors: list[tuple[int, str]] = []
+        self._ended: list[int] = []
+        self._pieces: list[tuple[int, PromptLogprobs]] = []
+
+    def __bool__(self) -> bool:
+        return bool(self._cached or self._errors)
+
+    def cached(self, key: int, tokens: int) -> None:
+        """The request was admitted for the first time."""
+        self._cached.append((key, tokens))
+
+    def failed(self, key: int, text: str, *, in_step: bool = False) -> None:
+        """The request ended with an error; in_step: a lane of the coming outputs says so already."""
+        self._errors.append((key, text))
+        if not in_step:
+            self._ended.append(key)
+
+    def scored(self, entry: Entry, piece: PromptLogprobs) -> None:
+        """Prompt logprobs; positions that were delivered before a preemption are left out."""
+        skip = max(entry.scored - piece.start, 0)
+        if skip < len(piece.ids):
+            entry.scored = piece.start + len(piece.ids)
+            rest = piece if skip == 0 else PromptLogprobs(
+                piece.row, piece.generation, piece.start + skip, piece.ids[skip:], piece.values[skip:],
+                piece.rank[skip:],
+            )
+            self._pieces.append((entry.request.key, rest))
+
+    def outputs(
+        self, keys: Array, counts: Array, tokens: Array, finish: Array, logprobs: TokenLogprobs | None,
+        stats: EngineStats,
+    ) -> EngineOutputs:
+        """keys: int64 [n], the lanes with news; tokens: int32 [n, Q]. Takes everything collected."""
+        columns = tokens.shape[1]
+        if columns == 1 and counts.all():
+            flat = tokens.reshape(-1)
+        else:
+            flat = tokens[np.arange(columns) < counts[:, None]]
+        if self._ended:
+            extra = len(self._ended)
+            keys = np.concatenate((keys, np.array(self._ended, np.int64)))
+            counts = np.concatenate((counts, np.zeros(extra, np.int32)))
+            finish = np.concatenate((finish, np.full(extra, Finish.ERROR, np.int32)))
+            logprobs = _padded(logprobs, extra)
+        taken = EngineOutputs(
+            keys, counts, flat, finish, logprobs, self._pieces, self._cached, self._errors, stats
+        )
+        self._pieces, self._cached, self._errors, self._ended = [], [], [], []
+        return taken
+
+
+def pick_logprobs(result: StepResult, lanes: Array | None) -> TokenLogprobs | None:
+    """The rows of these lanes; None: of all."""
+    found = result.logprobs
+    if found is None or lanes is None:
+        return found
+    return TokenLogprobs(found.ids[lanes], found.values[lanes], found.rank[lanes])
+
+
+def _padded(logprobs: TokenLogprobs | None, extra: int) -> TokenLogprobs | None:
+    """Rows of zeros for requests that ended outside of the step."""
+    if logprobs is None:
+        return None
+    return TokenLogprobs(*(
+        np.concatenate((a, np.zeros((extra, *a.shape[1:]), a.dtype)))
+        for a in (logprobs.ids, logprobs.values, logprobs.rank)
+    ))

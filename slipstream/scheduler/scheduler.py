@@ -1,0 +1,358 @@
+"""The scheduler: who computes what in the next step, and what a step's result means for each request.
+
+It never waits for the device. schedule() may run any number of steps ahead of apply(): what it planned moves
+host bounds, the device holds the exact lengths, and a result of a row that changed hands since is dropped.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections import deque
+from collections.abc import Iterable
+
+import numpy as np
+
+from slipstream.contracts.outputs import EngineOutputs, EngineStats
+from slipstream.contracts.request import EngineRequest
+from slipstream.contracts.step import Admission, Finish, StepPlan, StepResult
+from slipstream.scheduler.columns import Array, Phase
+from slipstream.scheduler.config import SchedulerConfig
+from slipstream.scheduler.lanes import (
+    EMPTY_LANES,
+    NO_KEYS,
+    NO_ROWS,
+    Chunk,
+    Lanes,
+    blocks_short,
+    make_lanes,
+    quiet_steps,
+)
+from slipstream.scheduler.news import NO_TOKENS, News, pick_logprobs
+from slipstream.scheduler.queue import Entry, WaitingQueue
+from slipstream.scheduler.tenancy import Tenancy
+
+Grants = tuple[Array, Array, Array]
+NO_GRANTS: Grants = (NO_ROWS, NO_ROWS, NO_ROWS)
+ROW_FAILED = "the logits of this request were not finite, or no token was left to choose"
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Flight:
+    """A step between schedule() and apply(). departures: as counted when it was planned."""
+
+    step: int
+    lanes: Lanes
+    departures: int
+
+
+class Scheduler:
+    """One thread calls it. Requests are known by their keys, rows by (row, generation)."""
+
+    def __init__(self, config: SchedulerConfig) -> None:
+        self.config = config
+        self._rows = Tenancy(config)
+        self._columns = self._rows.columns
+        self._waiting = WaitingQueue()
+        self._news = News()
+        self._entries: dict[int, Entry] = {}
+        self._prefills: list[int] = []  # rows whose prompt is not fully planned, in order of admission
+        self._flight: deque[Flight] = deque()
+        self._lanes = EMPTY_LANES
+        self._in_lanes = np.zeros(config.max_num_seqs, np.bool_)
+        self._stale = True  # the lane set must be made anew
+        self._quiet = 0  # steps for which the lane set needs neither a block nor a look
+        self._elapsed = 0  # steps planned since decode bounds were settled
+        self._length_bound = 0
+        self._blocked = False  # the head of the queue does not fit until somebody leaves
+        self._sequence = 0
+        self._step = 0
+        self._counts = EngineStats(num_blocks=config.usable_blocks)
+
+    # Requests come and go.
+
+    def add(self, request: EngineRequest) -> None:
+        """Queue a request. One that can never fit ends with an error in the next outputs. Raises ValueError
+        for a key that is in use."""
+        if request.key in self._entries:
+            raise ValueError(f"key={request.key}: a live request has it")
+        tokens = np.concatenate((request.prompt_token_ids, request.resumed_token_ids), dtype=np.int32)
+        request = self._within_pool(request)
+        if (text := self._refusal(request, len(tokens))) is not None:
+            self._news.failed(request.key, text)
+            return
+        priority = request.priority if self.config.policy == "priority" else 0
+        entry = Entry(request, (priority, request.arrival, self._sequence), tokens)
+        self._sequence += 1
+        self._entries[request.key] = entry
+        self._waiting.push(entry)
+        self._blocked = False
+
+    def _within_pool(self, request: EngineRequest) -> EngineRequest:
+        """A request without max_tokens may use what there is: its length limit is then at most the pool."""
+        room = self.config.usable_blocks * self.config.block_size
+        if request.params.max_tokens is None and len(request.prompt_token_ids) < room < request.max_len:
+            return dataclasses.replace(request, max_len=room)
+        return request
+
+    def _refusal(self, request: EngineRequest, length: int) -> str | None:
+        """Why the request can never be served."""
+        config = self.config
+        if not 0 < length <= request.max_len <= config.max_model_len:
+            return (f"prompt={length} tokens: must be at least 1 and at most max_len={request.max_len}, and that "
+                    f"at most max_model_len={config.max_model_len}")
+        open_ended = request.params.max_tokens is None
+        most = min(length + 1, request.max_len) if open_ended else request.max_len
+        needed = config.blocks_for(most)
+        if needed > config.usable_blocks:
+            return (f"prompt={length} tokens: needs {needed} KV blocks of {config.block_size} tokens to grow "
+                    f"to {most}, and {config.usable_blocks} exist")
+        return None
+
+    def abort(self, keys: Iterable[int]) -> None:
+        """End requests without a further output. Unknown and finished keys are ignored."""
+        for key in keys:
+            self._end(key, keep=True)
+
+    def fail(self, keys: Iterable[int], text: str) -> None:
+        """End requests with an error of their own; nobody else is harmed. Unknown keys are ignored."""
+        for key in keys:
+            if self._end(key, keep=False):
+                self._news.failed(key, text)
+
+    def _end(self, key: int, *, keep: bool) -> bool:
+        entry = self._entries.pop(key, None)
+        if entry is None:
+            return False
+        if entry.waiting:
+            self._waiting.discard(entry)
+            self._blocked = False
+        else:
+            self._leave(entry.row, keep=keep)
+        return True
+
+    def _leave(self, row: int, *, keep: bool = True) -> Entry:
+        if self._columns.phase[row] == Phase.PREFILL:
+            self._prefills.remove(row)
+        self._stale |= bool(self._in_lanes[row])
+        self._blocked = False
+        return self._rows.leave(row, keep=keep)
+
+    # Planning.
+
+    def schedule(self) -> StepPlan | None:
+        """The next step; None where no row can compute now (results in flight may change that)."""
+        grants, admissions, changed = NO_GRANTS, [], False
+        if self._stale or self._quiet == 0 or self._prefills or self._may_admit():
+            self._settle()
+            rows, grants, preempted = self._grant()
+            budget = self.config.max_num_batched_tokens - len(rows) * self.config.tokens_per_step
+            chunks = self._continue_prefills(budget)
+            if not preempted:
+                budget -= sum(chunk.size for chunk in chunks)
+                admissions = self._admit(budget, chunks)
+            changed = self._set_lanes(rows, chunks)
+        lanes = self._lanes
+        if not len(lanes):
+            return None
+        released = self._rows.take_released() if self._rows.released else NO_ROWS
+        plan = StepPlan(
+            self._step, lanes.row, lanes.generation, lanes.query_len, lanes.samples, len(lanes.decode_row),
+            changed, self._length_bound, released, admissions, *grants,
+        )
+        self._flight.append(Flight(self._step, lanes, self._rows.departures))
+        self._step += 1
+        self._quiet -= 1
+        self._elapsed += 1
+        self._length_bound += self.config.tokens_per_step
+        return plan
+
+    def _may_admit(self) -> bool:
+        return not self._blocked and len(self._waiting) > 0 and self._rows.num_free_rows > 0
+
+    def _settle(self) -> None:
+        """Bring the bounds of decode rows up to the last step planned."""
+        if self._elapsed:
+            tokens = self._elapsed * self.config.tokens_per_step
+            self._columns.computed_bound[self._lanes.decode_row] += tokens
+            self._elapsed = 0
+
+    def _grant(self) -> tuple[Array, Grants, bool]:
+        """The decode rows of the next step, their new blocks, and whether somebody was preempted for them."""
+        config, pool = self.config, self._rows.pool
+        preempted = False
+        rows = self._columns.decoding()
+        needed = blocks_short(self._columns, rows, config, 0)
+        while int(needed.sum()) > pool.num_free:
+            self._preempt()
+            preempted = True
+            rows = self._columns.decoding()
+            needed = blocks_short(self._columns, rows, config, 0)
+        if not needed.any():
+            return rows, NO_GRANTS, preempted
+        # All rows are topped up together, so that the steps between need no look at all.
+        wanted = blocks_short(self._columns, rows, config, config.grant_ahead)
+        counts = wanted if 2 * int(wanted.sum()) <= pool.num_free else needed
+        return rows, self._rows.grant(rows, counts), preempted
+
+    def _preempt(self) -> None:
+        """The last in order leaves its row as if finished, and waits again with what it has."""
+        owners = (entry for entry in self._rows.entry_of if entry is not None)
+        entry = max(owners, key=lambda owner: owner.order)
+        row = entry.row
+        entry.tokens = self._columns.tokens[row, : self._columns.length[row]].copy()
+        self._leave(row)
+        self._waiting.push(entry)
+        self._counts.preemptions += 1
+
+    def _continue_prefills(self, budget: int) -> list[Chunk]:
+        chunks: list[Chunk] = []
+        for row in self._prefills:
+            if budget == 0:
+                break
+            chunks.append(self._chunk(row, budget))
+            budget -= chunks[-1].size
+        self._prefills = self._prefills[sum(chunk.last for chunk in chunks) :]
+        return chunks
+
+    def _chunk(self, row: int, budget: int) -> Chunk:
+        """The row's next prefill lane. Of several only the last is cut short, so those that end come
+        first."""
+        columns = self._columns
+        start, target = int(columns.computed_bound[row]), int(columns.target[row])
+        end = min(target, start + budget)
+        columns.computed_bound[row] = end
+        if end == target:
+            columns.phase[row] = Phase.DECODE
+        return Chunk(row, end - start, end, end == target)
+
+    def _admit(self, budget: int, chunks: list[Chunk]) -> list[Admission]:
+        """Admit from the head of the queue while rows, blocks and budget last; appends their first chunks."""
+        admissions: list[Admission] = []
+        while budget > 0 and self._may_admit() and (entry := self._waiting.peek()) is not None:
+            # A free block for each running row, so that newcomers survive the next block boundary.
+            admission = self._rows.admit(entry, reserve=self._rows.num_owned_rows)
+            if admission is None:
+                self._blocked = True
+                break
+            self._waiting.pop()
+            self._count_admission(entry, admission)
+            admissions.append(admission)
+            chunk = self._chunk(admission.row, budget)
+            budget -= chunk.size
+            chunks.append(chunk)
+            if not chunk.last:
+                self._prefills.append(admission.row)
+        return admissions
+
+    def _count_admission(self, entry: Entry, admission: Admission) -> None:
+        if not entry.admitted_before:
+            entry.admitted_before = True
+            self._news.cached(entry.request.key, admission.num_cached)
+            self._counts.prefix_query_tokens += len(entry.tokens)
+            self._counts.prefix_hit_tokens += admission.num_cached
+
+    def _set_lanes(self, rows: Array, chunks: list[Chunk]) -> bool:
+        """Make the lane set of the next step, or keep the one there is; True where it changed."""
+        changed = self._stale or bool(chunks) or len(rows) != len(self._lanes)
+        if changed:
+            self._lanes = make_lanes(self._columns, rows, chunks, self.config.tokens_per_step)
+            self._in_lanes[:] = False
+            self._in_lanes[self._lanes.row] = True
+            self._length_bound = self._lanes.length_bound
+        # A set with chunks is good for one step.
+        self._stale = bool(chunks)
+        self._quiet = 0 if chunks else quiet_steps(self._columns, rows, self.config)
+        return changed
+
+    # Results.
+
+    def apply(self, result: StepResult) -> EngineOutputs:
+        """Take the result of the oldest step in flight: deliver tokens, end rows. Raises AssertionError for
+        any other step's."""
+        flight = self._flight.popleft()
+        assert flight.step == result.step, f"result of step {result.step}, expected {flight.step}"
+        lanes, all_owned = flight.lanes, flight.departures == self._rows.departures
+        owned = None if all_owned else self._columns.generation[lanes.row] == lanes.generation
+        if lanes.chunks:
+            self._note_computed(lanes, owned)
+        for piece in result.prompt_logprobs:
+            if self._columns.generation[piece.row] == piece.generation:
+                self._news.scored(self._rows.owner(piece.row), piece)
+        counts, tokens, finish = result.num_tokens, result.tokens, result.finish
+        if self.config.tokens_per_step > 1:
+            self._tighten(lanes, counts, owned)
+        picked: Array | None = None
+        rows, keys = lanes.row, lanes.key
+        if owned is not None or not counts.all():
+            has_news = (counts > 0) | (finish != Finish.NONE)
+            picked = np.flatnonzero(has_news if owned is None else has_news & owned)
+            rows, keys = rows[picked], keys[picked]
+            counts, tokens, finish = counts[picked], tokens[picked], finish[picked]
+        self._columns.append(rows, counts, tokens)
+        if finish.any():
+            self._finish(rows, finish)
+        self._counts.steps += 1
+        return self._news.outputs(keys, counts, tokens, finish, pick_logprobs(result, picked), self.stats())
+
+    def _note_computed(self, lanes: Lanes, owned: Array | None) -> None:
+        for lane, chunk in enumerate(lanes.chunks, len(lanes.decode_row)):
+            if owned is None or owned[lane]:
+                self._rows.computed(chunk.row, chunk.end)
+
+    def _tighten(self, lanes: Lanes, counts: Array, owned: Array | None) -> None:
+        """Bounds assumed every draft to be taken; give back those that were not. A row whose bound stood at
+        its limit may run again."""
+        decodes = len(lanes.decode_row)
+        unused = self.config.tokens_per_step - counts[:decodes]
+        if owned is not None:
+            unused = unused * owned[:decodes]
+        if unused.any():
+            self._columns.computed_bound[lanes.decode_row] -= unused
+            self._stale |= int((self._columns.phase == Phase.DECODE).sum()) > len(self._lanes)
+
+    def _finish(self, rows: Array, finish: Array) -> None:
+        for place in np.flatnonzero(finish).tolist():
+            failed = finish[place] == Finish.ERROR
+            # A row with bad numbers may have bad numbers in its blocks.
+            entry = self._leave(int(rows[place]), keep=not failed)
+            del self._entries[entry.request.key]
+            if failed:
+                self._news.failed(entry.request.key, ROW_FAILED, in_step=True)
+
+    def drain(self) -> EngineOutputs | None:
+        """News that no step will bring (refused and failed requests); None where there is none."""
+        if not self._news:
+            return None
+        return self._news.outputs(NO_KEYS, NO_ROWS, NO_TOKENS, NO_ROWS, None, self.stats())
+
+    # State.
+
+    @property
+    def has_work(self) -> bool:
+        """Requests are live, or news waits for drain()."""
+        return bool(self._entries) or bool(self._news)
+
+    @property
+    def num_running(self) -> int:
+        return self._rows.num_owned_rows
+
+    @property
+    def num_waiting(self) -> int:
+        return len(self._waiting)
+
+    def stats(self) -> EngineStats:
+        """A snapshot; the loop adds its own numbers."""
+        counts = self._counts
+        return EngineStats(
+            self.num_running, self.num_waiting, self._rows.pool.num_free, counts.num_blocks, counts.steps,
+            len(self._flight), counts.preemptions, counts.prefix_hit_tokens, counts.prefix_query_tokens,
+        )
+
+    def check_invariants(self) -> None:
+        """For tests. Raises AssertionError where a row or block is shared, leaked or counted wrongly."""
+        self._rows.check()
+        waiting = [entry for entry in self._entries.values() if entry.waiting]
+        assert len(waiting) == len(self._waiting)
+        assert len(self._entries) == len(waiting) + self.num_running, "a request is lost"
+        prefilling = np.flatnonzero(self._columns.phase == Phase.PREFILL)
+        assert sorted(self._prefills) == prefilling.tolist()
