@@ -57,6 +57,8 @@ class PagedTorchAttention:
         self.device = device
         self.keys: list[Tensor] = []
         self.values: list[Tensor] = []
+        # Gathers go into memory that is kept: fresh pages for every layer cost more than the copy itself.
+        self._scratch = [torch.empty(0, dtype=dtype, device=device) for _ in range(2)]
 
     def bytes_per_block(self) -> int:
         """Bytes of K and V of one block over all layers."""
@@ -78,6 +80,18 @@ class PagedTorchAttention:
                 for a in self.layers
             ]
 
+    def gather(self, layer: int, block_LB: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+        """K and V of the lanes' blocks, [L, G, S, D] each; valid until the next call."""
+        found = []
+        for number, pool in enumerate((self.keys[layer], self.values[layer])):
+            words = block_LB.numel() * pool[0].numel()
+            if self._scratch[number].numel() < words:
+                self._scratch[number] = torch.empty(words, dtype=pool.dtype, device=pool.device)
+            pages = self._scratch[number][:words].view(block_LB.numel(), *pool.shape[1:])
+            torch.index_select(pool, 0, block_LB.flatten(), out=pages)
+            found.append(pages.to(dtype).view(block_LB.shape[0], -1, *pool.shape[2:]).transpose(1, 2))
+        return found[0], found[1]
+
     def bind(self, batch: AttentionBatch) -> PagedTorchStep:
         return PagedTorchStep(self, batch)
 
@@ -95,37 +109,28 @@ class PagedTorchStep:
 
     def __call__(self, layer: int, q_THD: Tensor, k_TGD: Tensor, v_TGD: Tensor) -> Tensor:
         backend, shape = self._backend, self._backend.layers[layer]
-        keys, values = backend.keys[layer], backend.values[layer]
-        keys.flatten(0, 1).index_copy_(0, self._slot_T, k_TGD.to(backend.dtype))
-        values.flatten(0, 1).index_copy_(0, self._slot_T, v_TGD.to(backend.dtype))
+        for pool, new_TGD in ((backend.keys[layer], k_TGD), (backend.values[layer], v_TGD)):
+            pool.flatten(0, 1).index_copy_(0, self._slot_T, new_TGD.to(backend.dtype))
         out_THD = torch.empty_like(q_THD)
         for number, group in enumerate(self._decodes):
-            self._decode(number, group, shape, q_THD, keys, values, out_THD)
+            self._decode(layer, number, group, q_THD, out_THD)
         for number, lane in enumerate(self._prefills):
-            k_GSD, v_GSD = (_gather(pool, lane.block_B[None], q_THD.dtype)[0] for pool in (keys, values))
+            k_1GSD, v_1GSD = backend.gather(layer, lane.block_B[None], q_THD.dtype)
             size = len(lane.key_S)
             q_HTD = q_THD[lane.tokens].transpose(0, 1)
             causal = lane.whole and (shape.window is None or size <= shape.window)
             mask = (
                 None if causal else self._mask(-1 - number, shape.window, lane.position_T1, None, lane.key_S)
             )
-            out_HTD = _attend(q_HTD[None], k_GSD[None, :, :size], v_GSD[None, :, :size], mask, causal, shape)
+            out_HTD = _attend(q_HTD[None], k_1GSD[:, :, :size], v_1GSD[:, :, :size], mask, causal, shape)
             out_THD[lane.tokens] = out_HTD[0].transpose(0, 1)
         return out_THD
 
-    def _decode(
-        self,
-        number: int,
-        group: DecodeGroup,
-        shape: LayerAttention,
-        q_THD: Tensor,
-        keys: Tensor,
-        values: Tensor,
-        out_THD: Tensor,
-    ) -> None:
+    def _decode(self, layer: int, number: int, group: DecodeGroup, q_THD: Tensor, out_THD: Tensor) -> None:
+        shape = self._backend.layers[layer]
         lanes = group.block_LB.shape[0]
         q_LHD = q_THD[:lanes] if group.lane_L is None else q_THD.index_select(0, group.lane_L)
-        k_LGSD, v_LGSD = (_gather(pool, group.block_LB, q_THD.dtype) for pool in (keys, values))
+        k_LGSD, v_LGSD = self._backend.gather(layer, group.block_LB, q_THD.dtype)
         # The queries of a KV head's group stand in for a query axis: no copy of K and V for each head.
         q_LGQD = q_LHD.unflatten(1, (shape.num_kv_heads, -1))
         mask = self._mask(number, shape.window, group.position_L1, group.length_L1, group.key_S)
@@ -192,13 +197,6 @@ def _prefill_lanes(batch: AttentionBatch, block_size: int) -> list[PrefillLane]:
             )
         )
     return lanes
-
-
-def _gather(pool: Tensor, block_LB: Tensor, dtype: torch.dtype) -> Tensor:
-    """[L, G, S, D] view of the lanes' blocks, copied once."""
-    lanes = block_LB.shape[0]
-    pages = pool.index_select(0, block_LB.flatten()).to(dtype)
-    return pages.view(lanes, -1, *pool.shape[2:]).transpose(1, 2)
 
 
 def _attend(

@@ -20,11 +20,12 @@ Weight = Callable[[str], Tensor]
 
 class Model(Protocol):
     """attention: one entry a layer. activation_dtype: of q, k, v and the hidden states. num_bytes: weights
-    and tables. linear_reason: why its linear layers run as they do, for the plan."""
+    and tables. linear_name, linear_reason: how its linear layers run and why, for the plan."""
 
     attention: tuple[LayerAttention, ...]
     activation_dtype: torch.dtype
     num_bytes: int
+    linear_name: str
     linear_reason: str
 
     def forward(self, tokens_T: Tensor, positions_T: Tensor, attend: Attend) -> Tensor:

@@ -64,7 +64,8 @@ class Decoder:
     def __init__(self, spec: ModelSpec, weight: Weight, linear: LinearBackend, device: torch.device) -> None:
         names, self._linear = self.names, linear
         self._heads, self._kv_heads, self._head_dim = spec.num_heads, spec.num_kv_heads, spec.head_dim
-        self.activation_dtype, self.linear_reason = linear.activation_dtype, linear.reason
+        self.activation_dtype = linear.activation_dtype
+        self.linear_name, self.linear_reason = linear.name, linear.reason
         self.attention = tuple(
             LayerAttention(spec.num_heads, spec.num_kv_heads, spec.head_dim, spec.head_dim**-0.5, window)
             for window in spec.windows

@@ -7,7 +7,6 @@ from dataclasses import dataclass
 
 import numpy as np
 import torch
-from slipstream.models.base import Model
 from slipstream.sampling.pipeline import Pipeline, default_features
 
 from slipstream.attention.paged_torch import PagedTorchAttention
@@ -29,6 +28,7 @@ class BuiltRunner:
 
     runner: ModelRunner
     memory: MemoryPlan
+    linear_name: str
     linear_reason: str
 
 
@@ -69,7 +69,7 @@ def build_runner(plan: EnginePlan) -> BuiltRunner:
     memory = size_kv_pool(plan, model.num_bytes, activations, attention.bytes_per_block())
     attention.allocate(memory.num_blocks)
     log.info("memory: %s", memory.describe())
-    return BuiltRunner(runner, memory, _linear_reason(model))
+    return BuiltRunner(runner, memory, model.linear_name, model.linear_reason)
 
 
 def _profile(runner: ModelRunner, attention: PagedTorchAttention, plan: EnginePlan) -> int:
@@ -99,6 +99,3 @@ def _padding_plan(row: int, tokens: int) -> StepPlan:
         len_bound=tokens,
     )
 
-
-def _linear_reason(model: Model) -> str:
-    return model.linear_reason
