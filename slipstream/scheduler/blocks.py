@@ -65,28 +65,30 @@ class BlockPool:
         """How many of the blocks are free now."""
         return sum(block in self._idle for block in blocks)
 
-    def register(self, block: int, digest: bytes) -> None:
-        """A full, computed block that somebody holds. A prefix that another block holds stays there."""
-        if digest not in self._block_of and not self._has_digest[block]:
-            self._block_of[digest] = block
-            self._digest_of[block] = digest
-            self._has_digest[block] = True
+    def register(self, blocks: Array, digests: Sequence[bytes]) -> None:
+        """Full, computed blocks that somebody holds. A prefix that another block holds stays there."""
+        keep, digest_of, new = self._block_of.setdefault, self._digest_of, []
+        for block, digest in zip(blocks.tolist(), digests, strict=True):
+            if keep(digest, block) == block:
+                digest_of[block] = digest
+                new.append(block)
+        self._has_digest[new] = True
 
     def forget(self, blocks: Array) -> None:
         """Blocks that somebody holds and nobody may find any more."""
-        for block in blocks[self._has_digest[blocks]].tolist():
-            self._drop_digest(block)
+        self._drop_digests(blocks[self._has_digest[blocks]].tolist())
 
-    def _drop_digest(self, block: int) -> None:
-        del self._block_of[self._digest_of[block]]
-        self._digest_of[block] = b""
-        self._has_digest[block] = False
+    def _drop_digests(self, blocks: list[int]) -> None:
+        block_of, digest_of = self._block_of, self._digest_of
+        for block in blocks:
+            del block_of[digest_of[block]]
+        self._has_digest[blocks] = False
 
     def _evict(self, count: int) -> None:
-        for place in range(self._num_plain, self._num_plain + count):
-            block, _ = self._idle.popitem(last=False)
-            self._drop_digest(block)
-            self._plain[place] = block
+        oldest = self._idle.popitem
+        blocks = [oldest(last=False)[0] for _ in range(count)]
+        self._drop_digests(blocks)
+        self._plain[self._num_plain : self._num_plain + count] = blocks
         self._num_plain += count
 
     def check(self, holders: Array) -> None:

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from enum import IntEnum
-
 import numpy as np
 
 from slipstream.scheduler.config import SchedulerConfig
@@ -11,12 +9,8 @@ from slipstream.scheduler.config import SchedulerConfig
 Array = np.ndarray
 
 
-class Phase(IntEnum):
-    """What a row is doing."""
-
-    FREE = 0
-    PREFILL = 1
-    DECODE = 2
+# What a row is doing. Plain numbers: looking up an enum's member costs as much as a small array operation.
+FREE, PREFILL, DECODE = 0, 1, 2
 
 
 class RowColumns:
@@ -47,7 +41,7 @@ class RowColumns:
     def decoding(self) -> Array:
         """int64, rows that may gain a token. A row whose bound reached max_len only waits for its results.
         Bounds must be settled."""
-        return np.flatnonzero((self.phase == Phase.DECODE) & (self.computed_bound + 1 < self.max_len))
+        return np.flatnonzero((self.phase == DECODE) & (self.computed_bound + 1 < self.max_len))
 
     def append(self, rows: Array, counts: Array, tokens: Array) -> None:
         """Delivered tokens. rows [n]: all different; counts: int32 [n]; tokens: int32 [n, Q], of which the

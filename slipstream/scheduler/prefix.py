@@ -76,9 +76,7 @@ class PrefixCache:
     def register(self, entry: Entry, tokens: Array, blocks: Array, first: int, last: int) -> None:
         if first < last:
             self._extend(entry, tokens, last)
-            digests = entry.chain[first + 1 : last + 1]
-            for block, digest in zip(blocks[first:last].tolist(), digests, strict=True):
-                self._pool.register(block, digest)
+            self._pool.register(blocks[first:last], entry.chain[first + 1 : last + 1])
 
     def _extend(self, entry: Entry, tokens: Array, count: int) -> None:
         if not entry.chain:

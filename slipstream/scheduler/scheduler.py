@@ -15,7 +15,7 @@ import numpy as np
 from slipstream.contracts.outputs import EngineOutputs, EngineStats
 from slipstream.contracts.request import EngineRequest
 from slipstream.contracts.step import Admission, Finish, StepPlan, StepResult
-from slipstream.scheduler.columns import Array, Phase
+from slipstream.scheduler.columns import DECODE, PREFILL, Array
 from slipstream.scheduler.config import SchedulerConfig
 from slipstream.scheduler.lanes import (
     EMPTY_LANES,
@@ -33,6 +33,7 @@ from slipstream.scheduler.tenancy import Tenancy
 
 Grants = tuple[Array, Array, Array]
 NO_GRANTS: Grants = (NO_ROWS, NO_ROWS, NO_ROWS)
+FINISH_NONE, FINISH_ERROR = int(Finish.NONE), int(Finish.ERROR)
 ROW_FAILED = "the logits of this request were not finite, or no token was left to choose"
 
 
@@ -98,8 +99,8 @@ class Scheduler:
         """Why the request can never be served."""
         config = self.config
         if not 0 < length <= request.max_len <= config.max_model_len:
-            return (f"prompt={length} tokens: must be at least 1 and at most max_len={request.max_len}, and that "
-                    f"at most max_model_len={config.max_model_len}")
+            return (f"prompt={length} tokens: must be at least 1, at most max_len={request.max_len} and "
+                    f"max_model_len={config.max_model_len}")
         open_ended = request.params.max_tokens is None
         most = min(length + 1, request.max_len) if open_ended else request.max_len
         needed = config.blocks_for(most)
@@ -131,7 +132,7 @@ class Scheduler:
         return True
 
     def _leave(self, row: int, *, keep: bool = True) -> Entry:
-        if self._columns.phase[row] == Phase.PREFILL:
+        if self._columns.phase[row] == PREFILL:
             self._prefills.remove(row)
         self._stale |= bool(self._in_lanes[row])
         self._blocked = False
@@ -222,7 +223,7 @@ class Scheduler:
         end = min(target, start + budget)
         columns.computed_bound[row] = end
         if end == target:
-            columns.phase[row] = Phase.DECODE
+            columns.phase[row] = DECODE
         return Chunk(row, end - start, end, end == target)
 
     def _admit(self, budget: int, chunks: list[Chunk]) -> list[Admission]:
@@ -284,7 +285,7 @@ class Scheduler:
         picked: Array | None = None
         rows, keys = lanes.row, lanes.key
         if owned is not None or not counts.all():
-            has_news = (counts > 0) | (finish != Finish.NONE)
+            has_news = (counts > 0) | (finish != FINISH_NONE)
             picked = np.flatnonzero(has_news if owned is None else has_news & owned)
             rows, keys = rows[picked], keys[picked]
             counts, tokens, finish = counts[picked], tokens[picked], finish[picked]
@@ -308,11 +309,11 @@ class Scheduler:
             unused = unused * owned[:decodes]
         if unused.any():
             self._columns.computed_bound[lanes.decode_row] -= unused
-            self._stale |= int((self._columns.phase == Phase.DECODE).sum()) > len(self._lanes)
+            self._stale |= int((self._columns.phase == DECODE).sum()) > len(self._lanes)
 
     def _finish(self, rows: Array, finish: Array) -> None:
         for place in np.flatnonzero(finish).tolist():
-            failed = finish[place] == Finish.ERROR
+            failed = finish[place] == FINISH_ERROR
             # A row with bad numbers may have bad numbers in its blocks.
             entry = self._leave(int(rows[place]), keep=not failed)
             del self._entries[entry.request.key]
@@ -354,5 +355,5 @@ class Scheduler:
         waiting = [entry for entry in self._entries.values() if entry.waiting]
         assert len(waiting) == len(self._waiting)
         assert len(self._entries) == len(waiting) + self.num_running, "a request is lost"
-        prefilling = np.flatnonzero(self._columns.phase == Phase.PREFILL)
+        prefilling = np.flatnonzero(self._columns.phase == PREFILL)
         assert sorted(self._prefills) == prefilling.tolist()

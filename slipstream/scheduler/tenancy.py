@@ -6,7 +6,7 @@ import numpy as np
 
 from slipstream.contracts.step import Admission
 from slipstream.scheduler.blocks import BlockPool
-from slipstream.scheduler.columns import Array, Phase, RowColumns
+from slipstream.scheduler.columns import FREE, PREFILL, Array, RowColumns
 from slipstream.scheduler.config import SchedulerConfig
 from slipstream.scheduler.prefix import NoPrefixCache, PrefixCache, Prefixes
 from slipstream.scheduler.queue import Entry
@@ -55,7 +55,7 @@ class Tenancy:
         entry.row = row
         num_cached = len(cached) * self._config.block_size
         columns = self.columns
-        columns.phase[row] = Phase.PREFILL
+        columns.phase[row] = PREFILL
         columns.key[row] = entry.request.key
         columns.length[row] = columns.target[row] = len(entry.tokens)
         columns.max_len[row] = entry.request.max_len
@@ -91,7 +91,7 @@ class Tenancy:
             # Every delivered token but the last has been computed: the next was sampled from it.
             self._register(row, (int(columns.length[row]) - 1) // self._config.block_size)
         self.pool.give_back(blocks)
-        columns.phase[row] = Phase.FREE
+        columns.phase[row] = FREE
         columns.generation[row] += 1
         columns.granted[row] = 0
         self.entry_of[row] = None
@@ -120,7 +120,7 @@ class Tenancy:
         owned = [row for row, entry in enumerate(self.entry_of) if entry is not None]
         rows = list(range(len(self.entry_of)))
         assert sorted([*owned, *self._free_rows]) == rows, "a row leaked or is free twice"
-        assert np.flatnonzero(columns.phase != Phase.FREE).tolist() == owned
+        assert np.flatnonzero(columns.phase != FREE).tolist() == owned
         holders = np.zeros(self._config.num_blocks, np.int32)
         for row in owned:
             entry, blocks = self.owner(row), columns.blocks[row, : columns.granted[row]]
