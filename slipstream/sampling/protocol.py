@@ -1,4 +1,5 @@
-"""What a sampling feature is. A feature is one file: its columns, admit, apply and skip rule; list order is pipeline order.
+"""What a sampling feature is. A feature is one file: its columns, admit, apply and skip rule; list order is
+pipeline order.
 
 Legend: N sampling lanes, V vocabulary, R rows.
 """
@@ -23,13 +24,18 @@ class SampleBatch:
 
     row_N: int64, the row of each lane. columns: every column of the table by name, [R, width] or [R].
     length_N: int32, tokens in the row before the sampled one (so the sampled token's position).
-    feature_lanes: feature name -> int64 lanes (places in N) of the rows that use it; absent where no lane does.
+    feature_lanes: feature name -> int64 lanes (places in N, ascending) of the rows that use it; absent where
+    no lane does.
     """
 
     row_N: Tensor
     length_N: Tensor
     columns: Mapping[str, Tensor]
     feature_lanes: Mapping[str, Tensor]
+
+    def of(self, lane_n: Tensor, name: str) -> Tensor:
+        """A column's values for the rows of some lanes: [n] or [n, width]."""
+        return self.columns[name][self.row_N[lane_n]]
 
 
 class Feature(Protocol):
@@ -43,5 +49,6 @@ class Feature(Protocol):
         ...
 
     def apply(self, logits_NV: Tensor, batch: SampleBatch) -> None:
-        """Change float32 logits in place, on the lanes batch.feature_lanes[self.name]; not called where absent."""
+        """Change float32 logits in place, on the lanes batch.feature_lanes[self.name]; not called where
+        absent."""
         ...

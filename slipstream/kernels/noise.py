@@ -1,0 +1,74 @@
+"""Stateless noise: a hash of (seed, position, purpose, token id). No generator, no state, no order of calls.
+
+All integers are 32-bit words that wrap, so any device computes the same bits. mix32 is "lowbias32" (C.
+Wellons, hash-prospector, public domain): x ^= x >> 16, x *= 0x7feb352d, x ^= x >> 15, x *= 0x846ca68b, x ^= x
+>> 16, with logical shifts. A lane's key is two words, each h = mix32(h ^ word) over seed_lo, seed_hi,
+position and purpose, from its own start. A token's noise is x = mix32(id) ^ key0, x *= 0x7feb352d, x ^= x >>
+15, x += key1, x *= 0x846ca68b, x ^= x >> 16. The top 24 bits make the uniform number.
+
+Legend: n lanes, K token ids (or V, the vocabulary).
+"""
+
+from __future__ import annotations
+
+import torch
+
+Tensor = torch.Tensor
+
+# Purposes keep apart what one (seed, position) is asked for.
+PURPOSE_TOKEN = 0
+
+MULTIPLY_A = 0x7FEB352D
+MULTIPLY_B = 0x846CA68B - (1 << 32)
+KEY_STARTS = (0x3C6EF372, 0x9E3779B9 - (1 << 32))
+
+
+def lane_keys(seed_lo_n: Tensor, seed_hi_n: Tensor, position_n: Tensor, purpose: int) -> Tensor:
+    """int32 [n] each; position: of the token to be drawn. Returns int32 [2, n], 64 bits of key a lane."""
+    if not seed_lo_n.shape == seed_hi_n.shape == position_n.shape or position_n.dtype != torch.int32:
+        raise ValueError("seeds and positions must be int32 [n]")
+    start = torch.zeros(2, 1, dtype=torch.int32, device=position_n.device)
+    for chain, value in enumerate(KEY_STARTS):
+        start[chain] = value
+    key_2n = mix32(start ^ seed_lo_n)
+    key_2n = mix32(key_2n ^ seed_hi_n)
+    key_2n = mix32(key_2n ^ position_n)
+    return mix32(key_2n ^ purpose)
+
+
+def gumbel_cost(key_2n: Tensor, id_K: Tensor) -> Tensor:
+    """-log of uniform numbers keyed by token id: float32 [n, K], positive and finite (Exp(1) distributed).
+
+    id_K: int32 [K], or [n, K] for ids of each lane. Adding -log of the cost to logits is the Gumbel-max
+    trick.
+    """
+    if key_2n.dim() != 2 or key_2n.shape[0] != 2 or id_K.dtype != torch.int32:
+        raise ValueError("keys must be int32 [2, n] and ids int32")
+    return uniform(noise_bits(key_2n, id_K)).log_().neg_()
+
+
+def noise_bits(key_2n: Tensor, id_K: Tensor) -> Tensor:
+    """int32 [n, K], all 32 bits random."""
+    bits_nK = mix32(id_K) ^ key_2n[0].unsqueeze(1)
+    bits_nK.mul_(MULTIPLY_A).bitwise_xor_(_shift_right(bits_nK, 15))
+    bits_nK.add_(key_2n[1].unsqueeze(1))
+    return bits_nK.mul_(MULTIPLY_B).bitwise_xor_(_shift_right(bits_nK, 16))
+
+
+def uniform(bits: Tensor) -> Tensor:
+    """float32 in (0, 1), never 0 or 1: the top 24 bits as k / 2**24, with half a step for k = 0."""
+    return _shift_right(bits, 8).float().clamp_(min=0.5).mul_(2.0**-24)
+
+
+def mix32(words: Tensor) -> Tensor:
+    """A bijection of int32 words whose output bits each depend on every input bit."""
+    mixed = words ^ _shift_right(words, 16)
+    mixed.mul_(MULTIPLY_A)
+    mixed.bitwise_xor_(_shift_right(mixed, 15))
+    mixed.mul_(MULTIPLY_B)
+    return mixed.bitwise_xor_(_shift_right(mixed, 16))
+
+
+def _shift_right(words: Tensor, count: int) -> Tensor:
+    """Logical shift: torch's own copies the sign bit."""
+    return (words >> count).bitwise_and_((1 << (32 - count)) - 1)

@@ -1,0 +1,28 @@
+"""min_tokens: the ids that end a row are impossible until its output is that long."""
+
+from __future__ import annotations
+
+import torch
+
+from slipstream.contracts.request import EngineRequest
+from slipstream.kernels.masks import ban_at
+from slipstream.rows.columns import Column, RowWriter
+from slipstream.sampling.protocol import SampleBatch
+
+Tensor = torch.Tensor
+
+
+class MinTokens:
+    """Reads the base columns end_ids (filled up with -1) and min_len."""
+
+    name = "min_tokens"
+    columns: tuple[Column, ...] = ()
+
+    def admit(self, request: EngineRequest, write: RowWriter) -> bool:
+        return request.params.min_tokens > 0 and len(request.end_token_ids) > 0
+
+    def apply(self, logits_NV: Tensor, batch: SampleBatch) -> None:
+        lane_n = batch.feature_lanes[self.name]
+        id_nK = batch.of(lane_n, "end_ids")
+        early_n = batch.length_N[lane_n] < batch.of(lane_n, "min_len")
+        ban_at(logits_NV, lane_n, id_nK.clamp(min=0), (id_nK >= 0) & early_n.unsqueeze(1))
