@@ -6,13 +6,13 @@ import hashlib
 import hmac
 from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager
-from importlib.metadata import PackageNotFoundError, version
 
 from fastapi import APIRouter, FastAPI, Request, Response
 from starlette.types import ASGIApp, Receive, Scope, Send
 from typing_extensions import TypedDict
 
 from slipstream.observe.log import get_logger
+from slipstream.observe.version import package_version
 from slipstream.server import chat, completions, tokenize
 from slipstream.server.context import Context, Engine, Render
 from slipstream.server.errors import ApiError, ErrorBody, answer, error_body, install
@@ -40,14 +40,6 @@ class ModelList(TypedDict):
 
 class Version(TypedDict):
     version: str
-
-
-def package_version() -> str:
-    """The installed version; "unknown" when run from a bare source tree."""
-    try:
-        return version("slipstream")
-    except PackageNotFoundError:
-        return "unknown"
 
 
 def build_app(

@@ -22,11 +22,11 @@ from slipstream.server.streams import merge
 
 if TYPE_CHECKING:
     from slipstream.engine.outputs import RequestOutput
-    from slipstream.text.tokenizer import Tokenizer
 
     from slipstream.contracts.outputs import EngineStats
     from slipstream.engine.client import EngineInfo
     from slipstream.server.schema import GenerateBody
+    from slipstream.text.tokenizer import Tokenizer
 
 MAX_ID = 256
 LONG_TEXT = 4096  # characters; a longer prompt is tokenised off the event loop

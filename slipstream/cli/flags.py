@@ -1,0 +1,128 @@
+"""Flags made from the tables that the code itself uses: EngineArgs' fields and the limits of sampling
+parameters."""
+
+from __future__ import annotations
+
+import argparse
+import re
+from collections.abc import Sequence
+from dataclasses import fields
+from types import UnionType
+from typing import Any, get_args, get_type_hints
+
+from slipstream.config.args import EngineArgs
+from slipstream.contracts.limits import BOOLS, NUMBERS
+from slipstream.contracts.sampling_params import SamplingParams
+
+_UNITS = {"": 1, "k": 10**3, "m": 10**6, "g": 10**9, "K": 2**10, "M": 2**20, "G": 2**30}
+# Left out: what a terminal does not show.
+_NOT_ON_A_TERMINAL = ("n", "logprobs", "prompt_logprobs", "detokenize")
+
+
+class Parser(argparse.ArgumentParser):
+    """Takes flags whole (no abbreviations) and with either dashes or underscores, as vLLM's parser does."""
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, allow_abbrev=False, **kwargs)
+
+    def parse_known_args(  # type: ignore[override]
+        self, args: Sequence[str] | None = None, namespace: argparse.Namespace | None = None
+    ) -> tuple[argparse.Namespace, list[str]]:
+        return super().parse_known_args(None if args is None else [_dashes(arg) for arg in args], namespace)
+
+
+def _dashes(argument: str) -> str:
+    if not argument.startswith("--"):
+        return argument
+    name, equals, value = argument.partition("=")
+    return name.replace("_", "-") + equals + value
+
+
+def integer(text: str) -> int:
+    """A whole number, with k, m, g for thousands or K, M, G for powers of 1024: 32k, 1.5G. Raises
+    ValueError."""
+    match = re.fullmatch(r"(-?\d+(?:\.\d+)?)([kmgKMG]?)", text.strip())
+    value = float(match[1]) * _UNITS[match[2]] if match and "." in match[1] else None
+    if match is None or (value is not None and not value.is_integer()):
+        raise ValueError(text)
+    return int(value) if value is not None else int(match[1]) * _UNITS[match[2]]
+
+
+def _plain_type(hint: Any) -> type:
+    """int of int | None."""
+    if isinstance(hint, UnionType):
+        return next(kind for kind in get_args(hint) if kind is not type(None))
+    assert isinstance(hint, type)
+    return hint
+
+
+def add_engine_flags(parser: argparse.ArgumentParser, without: Sequence[str] = ()) -> None:
+    """One flag a field of EngineArgs; the model is the positional argument. Unset flags leave no trace."""
+    parser.add_argument("model", help="a Hugging Face folder or a GGUF file")
+    group = parser.add_argument_group("engine")
+    hints = get_type_hints(EngineArgs)
+    for field in fields(EngineArgs):
+        if field.name == "model" or field.name in without:
+            continue
+        kind = _plain_type(hints[field.name])
+        text = field.metadata["help"] + ("" if field.default is None else f" (default: {field.default})")
+        flag = "--" + field.name.replace("_", "-")
+        if kind is bool:
+            group.add_argument(
+                flag, action=argparse.BooleanOptionalAction, default=argparse.SUPPRESS, help=text
+            )
+        else:
+            group.add_argument(
+                flag,
+                type=integer if kind is int else kind,
+                metavar=kind.__name__.upper(),
+                default=argparse.SUPPRESS,
+                help=text,
+            )
+
+
+def engine_args(options: argparse.Namespace) -> EngineArgs:
+    """EngineArgs of the flags that were given."""
+    given = vars(options)
+    return EngineArgs(
+        **{field.name: given[field.name] for field in fields(EngineArgs) if field.name in given}
+    )
+
+
+def add_sampling_flags(parser: argparse.ArgumentParser, max_tokens: int) -> None:
+    """One flag a sampling parameter that makes sense for a terminal. max_tokens: default of that flag."""
+    group = parser.add_argument_group("sampling")
+    for rule in NUMBERS:
+        if rule.field in _NOT_ON_A_TERMINAL:
+            continue
+        default = max_tokens if rule.field == "max_tokens" else argparse.SUPPRESS
+        group.add_argument(
+            "--" + rule.field.replace("_", "-"),
+            type=integer if rule.integer else float,
+            metavar="INT" if rule.integer else "FLOAT",
+            default=default,
+            help=rule.limit,
+        )
+    for name in BOOLS:
+        if name not in _NOT_ON_A_TERMINAL:
+            group.add_argument(
+                "--" + name.replace("_", "-"),
+                action=argparse.BooleanOptionalAction,
+                default=argparse.SUPPRESS,
+                help=f"(default: {getattr(SamplingParams(), name)})",
+            )
+    for flag, kind, text in (
+        ("--stop", str, "end at this text"),
+        ("--stop-token-ids", int, "end at this token id"),
+        ("--bad-words", str, "never say this"),
+    ):
+        group.add_argument(
+            flag, action="append", type=kind, default=argparse.SUPPRESS, help=f"{text}; repeatable"
+        )
+
+
+def sampling_params(options: argparse.Namespace) -> SamplingParams:
+    """SamplingParams of the flags that were given. Raises BadRequest."""
+    given = vars(options)
+    names = {field.name for field in fields(SamplingParams)} - set(_NOT_ON_A_TERMINAL)
+    return SamplingParams(**{name: given[name] for name in names if name in given})
