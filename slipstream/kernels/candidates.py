@@ -53,20 +53,15 @@ def first_argmax(logits_nV: Tensor) -> tuple[Tensor, Tensor]:
     return best_nc.gather(1, place_n.unsqueeze(1)).squeeze(1), chunk_n * CHUNK + place_n
 
 
-def order_key(values: Tensor) -> Tensor:
+def _order_key(values: Tensor) -> Tensor:
     """float32 as int32 of the same order (equal for 0.0 and -0.0; NaN goes to either end)."""
     bits = (values + 0.0).view(torch.int32)
     return bits ^ (bits >> 31).bitwise_and_(0x7FFFFFFF)
 
 
-def key_value(key: Tensor) -> Tensor:
-    """The float32 of an order key."""
-    return (key ^ (key >> 31).bitwise_and_(0x7FFFFFFF)).view(torch.float32)
-
-
 def _first(values_nK: Tensor, ids: Tensor, count: int) -> Tensor:
     """Places of the first `count` by (value down, id up). Both go in one int64, so that no two are equal."""
-    joined = (order_key(values_nK).long() << 32) + (ID_MASK - ids)
+    joined = (_order_key(values_nK).long() << 32) + (ID_MASK - ids)
     return joined.topk(count, 1).indices
 
 

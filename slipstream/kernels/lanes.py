@@ -13,7 +13,7 @@ import torch
 
 Tensor = torch.Tensor
 
-LANES_AT_ONCE = 8
+LANES_AT_ONCE = 4
 
 
 def check_lanes(logits_NV: Tensor, lane_n: Tensor, *per_lane: Tensor) -> None:

@@ -1,10 +1,11 @@
-"""Truncation: what is below a row's cutoff becomes -inf. Cutoffs are values, so equal logits share
-their fate.
+"""Truncation: min_p, top_k and top_p make the less likely tokens -inf. Equal logits share their fate.
 
-The cutoff of top-k and top-p is found by a radix search over the bits of the logits, weighed by one or by
-probability: three histograms instead of a sort.
+top_k and top_p look for the least likely token to keep by its distance to the highest logit, a digit at a
+time: three histograms, of counts or of probability, instead of a sort. Distances are in steps of 2**-26 nats
+(less than float32 tells apart in a probability), and all from 32 nats on count as one: noise spans less than
+20 (kernels/noise.py), so no such token is ever drawn.
 
-Legend: N sampling lanes, n those worked on, b a block of them, V vocabulary.
+Legend: N sampling lanes, n those worked on, b a block of them, V vocabulary, D values of a digit.
 """
 
 from __future__ import annotations
@@ -12,15 +13,13 @@ from __future__ import annotations
 import torch
 from torch.nn.functional import threshold
 
-from slipstream.kernels.candidates import key_value, order_key
 from slipstream.kernels.lanes import check_lanes, edit_lanes
 
 Tensor = torch.Tensor
 
-# Three histograms of 11 bits each cover the 32 bits of a key.
-SHIFTS = (22, 11, 0)
-WIDTH = 1 << 11
-INT32_MIN = -(1 << 31)
+STEPS_PER_NAT = 2.0**26
+LAST_STEP = 2.0**31 - 128  # the highest float32 that is an int32
+DIGITS = ((20, 2048), (10, 1024), (0, 1024))  # shift and number of values of each digit of a distance
 LOWEST = torch.finfo(torch.float32).min
 # Not the smallest number under zero, but one that no flush-to-zero mode makes zero.
 JUST_UNDER_ZERO = -torch.finfo(torch.float32).tiny
@@ -34,19 +33,21 @@ def keep_min_p(logits_NV: Tensor, lane_n: Tensor, min_p_n: Tensor) -> None:
 
 def keep_min_p_reference(logits_bV: Tensor, min_p_b: Tensor) -> None:
     """The same in torch operations, on every lane given."""
-    mask_below(logits_bV, logits_bV.amax(1) + min_p_b.log())
+    cutoff_b = (logits_bV.amax(1) + min_p_b.log()).clamp_(min=LOWEST)
+    _mask_negative(logits_bV, logits_bV - cutoff_b.unsqueeze(1))
 
 
 def keep_top_k(logits_NV: Tensor, lane_n: Tensor, top_k_n: Tensor) -> None:
-    """Keep the top_k (int32 [n], at least 1) highest logits, and those equal to the last of them."""
+    """Keep the top_k (int32 [n], 1 to V) highest logits, and those equal to the last of them."""
     check_lanes(logits_NV, lane_n, top_k_n)
     edit_lanes(logits_NV, lane_n, keep_top_k_reference, top_k_n)
 
 
 def keep_top_k_reference(logits_bV: Tensor, top_k_b: Tensor) -> None:
     """The same in torch operations, on every lane given."""
-    weight = torch.ones((), dtype=torch.float64, device=logits_bV.device).expand_as(logits_bV)
-    mask_below(logits_bV, cutoff(logits_bV, weight, top_k_b.double()))
+    _subtract_highest(logits_bV)
+    one = torch.ones((), device=logits_bV.device)
+    _keep_weight(logits_bV, one.expand_as(logits_bV), top_k_b.double())
 
 
 def keep_top_p(logits_NV: Tensor, lane_n: Tensor, top_p_n: Tensor) -> None:
@@ -58,33 +59,43 @@ def keep_top_p(logits_NV: Tensor, lane_n: Tensor, top_p_n: Tensor) -> None:
 
 def keep_top_p_reference(logits_bV: Tensor, top_p_b: Tensor) -> None:
     """The same in torch operations, on every lane given."""
-    weight_bV = (logits_bV - logits_bV.amax(1, keepdim=True)).exp_().double()
-    mask_below(logits_bV, cutoff(logits_bV, weight_bV, weight_bV.sum(1) * top_p_b))
+    _subtract_highest(logits_bV)
+    weight_bV = logits_bV.exp()
+    _keep_weight(logits_bV, weight_bV, weight_bV.sum(1, dtype=torch.float64) * top_p_b)
 
 
-def cutoff(logits_bV: Tensor, weight_bV: Tensor, target_b: Tensor) -> Tensor:
-    """The highest logit such that the weight at or above it reaches the lane's target.
-
-    weight, target: float64, [b, V] and [b]. Returns float32 [b]. Bins are clamped, so a lane of NaN is safe.
-    """
-    key_bV = order_key(logits_bV)
-    target_b1 = target_b.unsqueeze(1)
-    first_b1 = prefix_b1 = torch.full_like(target_b1, -WIDTH // 2, dtype=torch.int32)
-    for shift in SHIFTS:
-        # Keys that share the prefix have bins 1 .. WIDTH; what is above or below goes to the outer two.
-        low_b1 = first_b1.clamp(min=INT32_MIN + 1) - 1
-        bin_bV = torch.minimum(torch.maximum(key_bV >> shift, low_b1), first_b1 + WIDTH).sub_(low_b1)
-        mass = torch.zeros(len(target_b), WIDTH + 2, dtype=torch.float64, device=logits_bV.device)
-        from_top = mass.scatter_add_(1, bin_bV.long(), weight_bV).flip(1).cumsum(1)
-        short_b1 = (from_top < target_b1).sum(1, keepdim=True, dtype=torch.int32)
-        prefix_b1 = first_b1 + (WIDTH - short_b1).clamp_(0, WIDTH - 1)
-        first_b1 = prefix_b1 * WIDTH
-    return key_value(prefix_b1).squeeze(1)
+def _subtract_highest(logits_bV: Tensor) -> None:
+    logits_bV.sub_(logits_bV.amax(1, keepdim=True).clamp_(min=LOWEST))
 
 
-def mask_below(logits_bV: Tensor, cutoff_b: Tensor) -> None:
-    """-inf where a logit is below its lane's cutoff, in place. (Comparing and filling takes ten times as
-    long on a CPU.)"""
-    below_bV = logits_bV - cutoff_b.clamp(min=LOWEST).unsqueeze(1)
-    threshold(below_bV, JUST_UNDER_ZERO, -torch.inf, inplace=True)
-    logits_bV.add_(below_bV.clamp_(max=0.0))
+def _keep_weight(logits_bV: Tensor, weight_bV: Tensor, target_b: Tensor) -> None:
+    """Keep the highest logits (at most 0, the highest being 0) until their weight (float32) reaches the
+    lane's target (float64)."""
+    step_bV = (logits_bV * -STEPS_PER_NAT).clamp_(max=LAST_STEP).int()
+    prefix_b1 = torch.zeros(len(target_b), 1, dtype=torch.int32, device=logits_bV.device)
+    missing_b1 = target_b.unsqueeze(1)
+    for shift, values in DIGITS:
+        bin_bV = _bins((step_bV >> shift).sub_(prefix_b1 * values), values)
+        mass_bD = torch.zeros(len(target_b), 2 * values, device=logits_bV.device)
+        mass_bD = mass_bD.scatter_add_(1, bin_bV, weight_bV)[:, :values].double()
+        reached_bD = mass_bD.cumsum(1)
+        digit_b1 = (reached_bD < missing_b1).sum(1, keepdim=True).clamp_(max=values - 1)
+        missing_b1 = missing_b1 - (reached_bD - mass_bD).gather(1, digit_b1)
+        prefix_b1 = prefix_b1 * values + digit_b1.int()
+    _mask_negative(logits_bV, (prefix_b1 - step_bV).float())
+
+
+def _bins(offset_bV: Tensor, values: int) -> Tensor:
+    """int64 bins of offsets (int32, used up) from a prefix: 0 .. values - 1 where they share it, and spread
+    over values .. 2 * values - 1 where not. (Adding up in one bin would be slow, a mask of weights slower.)
+    Always in range, so a lane of NaN is safe."""
+    bin_bV = offset_bV.bitwise_and(values - 1)
+    other_bV = offset_bV.sub_(bin_bV).clamp_(-values, values).bitwise_and_(values)
+    return bin_bV.add_(other_bV).long()
+
+
+def _mask_negative(logits_bV: Tensor, margin_bV: Tensor) -> None:
+    """-inf where the margin (float32, used up) is negative. On a CPU comparing and filling takes ten times as
+    long."""
+    threshold(margin_bV, JUST_UNDER_ZERO, -torch.inf, inplace=True)
+    logits_bV.add_(margin_bV.clamp_(max=0.0))
