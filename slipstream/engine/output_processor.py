@@ -1,0 +1,244 @@
+"""From arrays of a step to outputs of requests. Samples that nobody watches cost no Python until they end."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+import numpy as np
+
+from slipstream.contracts.outputs import EngineOutputs
+from slipstream.contracts.sampling_params import RequestOutputKind
+from slipstream.contracts.step import Finish
+from slipstream.engine.input_processor import PreparedRequest
+from slipstream.engine.outputs import TokenScores
+from slipstream.engine.request_state import RequestState, Sample, TokenText, score_width, token_scores
+from slipstream.text.detokenizer import Detokenizers
+from slipstream.text.tokenizer import Tokenizer
+
+Array = np.ndarray
+_SLOT_BITS = 24
+_SLOT_MASK = (1 << _SLOT_BITS) - 1
+_NOWHERE = 0  # the row that tokens of watched samples and of former owners fall into
+
+
+class SampleStore:
+    """Live samples by key, and the tokens of those that nobody watches, appended by array operations.
+
+    A key is a count of tenancies and a slot, so that keys are looked up without a dictionary, and news that
+    comes late for a former owner of a slot is told apart. Rows of tokens are given with the first token.
+    """
+
+    def __init__(self) -> None:
+        self._samples: list[Sample | None] = []
+        self._free_slots: list[int] = []
+        self._tenancies = 0
+        self._key_of = np.zeros(0, np.int64)
+        self._row_of = np.zeros(0, np.int32)
+        self.watched = np.zeros(0, np.bool_)  # by slot
+        self._free_rows: list[int] = []
+        self._length = np.zeros(1, np.int32)
+        self._tokens = np.zeros((1, 64), np.int32)
+
+    def __len__(self) -> int:
+        return len(self._samples) - len(self._free_slots)
+
+    def open(self, sample: Sample) -> None:
+        """Give the sample its key."""
+        if not self._free_slots:
+            self._add_slots(max(64, len(self._samples)))
+        slot = self._free_slots.pop()
+        self._tenancies += 1
+        sample.key = self._tenancies << _SLOT_BITS | slot
+        self._samples[slot] = sample
+        self._key_of[slot] = sample.key
+        self._row_of[slot] = _NOWHERE if sample.watched else -1
+        self.watched[slot] = sample.watched
+
+    def _add_slots(self, count: int) -> None:
+        first = len(self._samples)
+        assert first + count <= _SLOT_MASK + 1, "too many live samples"
+        self._samples += [None] * count
+        self._free_slots += range(first + count - 1, first - 1, -1)
+        self._key_of = np.concatenate((self._key_of, np.full(count, -1, np.int64)))
+        self._row_of = np.concatenate((self._row_of, np.full(count, _NOWHERE, np.int32)))
+        self.watched = np.concatenate((self.watched, np.zeros(count, np.bool_)))
+
+    def find(self, key: int) -> Sample | None:
+        slot = key & _SLOT_MASK
+        sample = self._samples[slot] if slot < len(self._samples) else None
+        return sample if sample is not None and sample.key == key else None
+
+    def close(self, sample: Sample) -> None:
+        """The sample gets nothing more."""
+        slot = sample.key & _SLOT_MASK
+        row = int(self._row_of[slot])
+        if row > _NOWHERE:
+            self._length[row] = 0
+            self._free_rows.append(row)
+        self._samples[slot] = None
+        self._key_of[slot] = -1
+        self._row_of[slot] = _NOWHERE
+        self.watched[slot] = False
+        self._free_slots.append(slot)
+
+    def append(self, keys: Array, counts: Array, tokens: Array) -> tuple[Array, Array]:
+        """Store a step's tokens. int64 [n] slots, bool [n]: True where the key is live."""
+        slots = keys & _SLOT_MASK
+        live = self._key_of[slots] == keys
+        rows = np.where(live, self._row_of[slots], _NOWHERE)
+        if (rows < 0).any():
+            for place in np.flatnonzero((rows < 0) & (counts > 0)).tolist():
+                rows[place] = self._new_row(int(slots[place]))
+            rows = np.maximum(rows, _NOWHERE)
+        start = self._length[rows]
+        end = start + counts
+        if len(end) and int(end.max()) > self._tokens.shape[1]:
+            self._widen(int(end.max()))
+        if len(tokens) == len(keys) and counts.all():
+            self._tokens[rows, start] = tokens
+        else:
+            before = np.cumsum(counts) - counts
+            columns = np.repeat(start - before, counts) + np.arange(len(tokens))
+            self._tokens[np.repeat(rows, counts), columns] = tokens
+        self._length[rows] = end
+        self._length[_NOWHERE] = 0
+        return slots, live
+
+    def _new_row(self, slot: int) -> int:
+        if not self._free_rows:
+            count = len(self._length)
+            self._length = np.concatenate((self._length, np.zeros(count, np.int32)))
+            self._tokens = np.concatenate((self._tokens, np.zeros_like(self._tokens)))
+            self._free_rows += range(2 * count - 1, count - 1, -1)
+        row = self._free_rows.pop()
+        self._row_of[slot] = row
+        self.sample(slot).request.note_token()
+        return row
+
+    def _widen(self, needed: int) -> None:
+        rows, width = self._tokens.shape
+        wider = np.zeros((rows, max(needed, 2 * width)), np.int32)
+        wider[:, :width] = self._tokens
+        self._tokens = wider
+
+    def sample(self, slot: int) -> Sample:
+        """The owner of a slot whose key is live."""
+        sample = self._samples[slot]
+        assert sample is not None
+        return sample
+
+    def tokens(self, sample: Sample) -> list[int]:
+        """Everything stored of a sample: nothing where it is watched."""
+        row = self._row_of[sample.key & _SLOT_MASK]
+        stored: list[int] = self._tokens[row, : self._length[row]].tolist() if row > _NOWHERE else []
+        return stored
+
+
+class OutputProcessor:
+    """One thread calls it. tokenizer: None gives no text."""
+
+    def __init__(self, tokenizer: Tokenizer | None) -> None:
+        self._detokenizers = Detokenizers(tokenizer) if tokenizer is not None else None
+        self._store = SampleStore()
+
+    @property
+    def num_live(self) -> int:
+        """Samples that run or wait."""
+        return len(self._store)
+
+    def open(
+        self, request_id: str, prepared: PreparedRequest, kind: RequestOutputKind | None = None
+    ) -> RequestState:
+        """Expect outputs of a request. kind: instead of the one in its params."""
+        params = prepared.params
+        state = RequestState(request_id, prepared, params.output_kind if kind is None else kind)
+        texts = self._detokenizers if params.detokenize else None
+        for index in range(params.n):
+            sample = Sample(state, index, None if texts is None else texts.open(params, prepared.token_ids))
+            self._store.open(sample)
+            state.samples.append(sample)
+        return state
+
+    def close(self, states: Iterable[RequestState]) -> list[int]:
+        """Expect nothing more of these requests: what runs ends as "abort". The keys that ran."""
+        keys = []
+        for state in states:
+            for sample in state.samples:
+                if sample.finish_reason is None:
+                    keys.append(sample.key)
+                    self._end(sample, self._store.tokens(sample), Finish.ABORT, None)
+        return keys
+
+    def process(self, outputs: EngineOutputs) -> tuple[list[RequestState], list[int]]:
+        """(requests that have an output to take, keys that the engine is to abort: stop strings ended
+        them)."""
+        for key, cached in outputs.num_cached:
+            sample = self._store.find(key)
+            if sample is not None and sample.index == 0:
+                sample.request.num_cached = int(cached)
+        for key, piece in outputs.prompt_logprobs:
+            if (sample := self._store.find(key)) is not None:
+                sample.request.add_prompt_scores(piece, self._text_of(sample))
+        for key, error in outputs.errors:
+            if (sample := self._store.find(key)) is not None:
+                sample.request.error = error
+        slots, live = self._store.append(outputs.keys, outputs.num_tokens, outputs.tokens)
+        noted = np.flatnonzero(live & (self._store.watched[slots] | (outputs.finish != Finish.NONE)))
+        return self._advance(outputs, slots, noted) if len(noted) else ([], [])
+
+    def _advance(
+        self, outputs: EngineOutputs, slots: Array, noted: Array
+    ) -> tuple[list[RequestState], list[int]]:
+        ready: dict[RequestState, None] = {}
+        stopped: list[int] = []
+        tokens = outputs.tokens.tolist()
+        ends = np.cumsum(outputs.num_tokens).tolist()
+        counts, finishes = outputs.num_tokens.tolist(), outputs.finish.tolist()
+        for place, slot in zip(noted.tolist(), slots[noted].tolist(), strict=True):
+            sample = self._store.sample(slot)
+            request, finish, count = sample.request, Finish(finishes[place]), counts[place]
+            new = self._store.tokens(sample)
+            if sample.watched:
+                new = tokens[ends[place] - count : ends[place]]
+            if new:
+                request.note_token()
+            scores = self._scores(outputs, place, count, sample)
+            if finish:
+                self._end(sample, new, finish, scores)
+            elif sample.advance(new, finish, scores):
+                stopped.append(sample.key)
+                self._ended(sample)
+            if request.finished or request.kind != RequestOutputKind.FINAL_ONLY:
+                ready[request] = None
+        return list(ready), stopped
+
+    def _end(
+        self, sample: Sample, tokens: list[int], finish: Finish, scores: list[TokenScores] | None
+    ) -> None:
+        sample.advance(tokens, finish, scores)
+        self._ended(sample)
+
+    def _ended(self, sample: Sample) -> None:
+        self._store.close(sample)
+        sample.request.note_end()
+
+    def _scores(
+        self, outputs: EngineOutputs, place: int, count: int, sample: Sample
+    ) -> list[TokenScores] | None:
+        found = outputs.logprobs
+        if found is None or sample.logprobs is None:
+            return None
+        width = score_width(sample.request.prepared.params.logprobs)
+        return token_scores(
+            found.ids[place, :count, :width].tolist(), found.values[place, :count, :width].tolist(),
+            found.rank[place, :count].tolist(), self._text_of(sample),
+        )
+
+    def _text_of(self, sample: Sample) -> TokenText:
+        if self._detokenizers is None or not sample.request.prepared.params.detokenize:
+            return _no_text
+        return self._detokenizers.token_text
+
+
+def _no_text(_token: int) -> None:
+    return None
