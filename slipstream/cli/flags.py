@@ -23,7 +23,7 @@ class Parser(argparse.ArgumentParser):
     """Takes flags whole (no abbreviations) and with either dashes or underscores, as vLLM's parser does."""
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
-        super().__init__(*args, allow_abbrev=False, **kwargs)
+        super().__init__(*args, **{"allow_abbrev": False, **kwargs})
 
     def parse_known_args(  # type: ignore[override]
         self, args: Sequence[str] | None = None, namespace: argparse.Namespace | None = None
@@ -51,7 +51,8 @@ def integer(text: str) -> int:
 def _plain_type(hint: Any) -> type:
     """int of int | None."""
     if isinstance(hint, UnionType):
-        return next(kind for kind in get_args(hint) if kind is not type(None))
+        kinds: list[type] = [kind for kind in get_args(hint) if kind is not type(None)]
+        return kinds[0]
     assert isinstance(hint, type)
     return hint
 

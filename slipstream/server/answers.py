@@ -3,13 +3,14 @@ logprobs."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from typing import TYPE_CHECKING, NotRequired
 
 from typing_extensions import TypedDict
 
 if TYPE_CHECKING:
-    from slipstream.engine.outputs import Logprob, RequestOutput
+    from slipstream.engine.outputs import Logprob, RequestOutput, TokenScores
+    from slipstream.text.tokenizer import Tokenizer
 
 LOWEST_LOGPROB = -9999.0  # JSON has no infinity
 
@@ -141,7 +142,7 @@ class CompletionScores:
         self._offset = 0
 
     def build(
-        self, token_ids: Sequence[int], scores: Sequence[Mapping[int, Logprob] | None], first_text: str = ""
+        self, token_ids: Sequence[int], scores: Sequence[TokenScores | None], first_text: str = ""
     ) -> CompletionLogprobs:
         """scores[i] belongs to token_ids[i] and holds it. first_text: the token whose score is None."""
         built: CompletionLogprobs = {
@@ -160,7 +161,7 @@ class CompletionScores:
         return built
 
 
-def _by_text(score: Mapping[int, Logprob]) -> dict[str, float]:
+def _by_text(score: TokenScores) -> dict[str, float]:
     """Best first, so that of two ids with one text the likelier stays."""
     texts: dict[str, float] = {}
     for entry in sorted(score.values(), key=lambda entry: -entry.logprob):
@@ -168,23 +169,28 @@ def _by_text(score: Mapping[int, Logprob]) -> dict[str, float]:
     return texts
 
 
-def chat_scores(token_ids: Sequence[int], scores: Sequence[Mapping[int, Logprob]], top: int) -> ChatLogprobs:
-    """One entry a token, with its `top` likeliest alternatives, best first."""
-    content: list[TokenLogprob] = []
-    for token, score in zip(token_ids, scores, strict=True):
-        best = sorted(score.values(), key=lambda entry: -entry.logprob)[:top]
-        content.append(
-            {**_top_logprob(score[token]), "top_logprobs": [_top_logprob(entry) for entry in best]}
-        )
-    return {"content": content}
+class ChatScores:
+    """Builds logprobs of chat: an entry a token, with its `top` likeliest alternatives, best first."""
+
+    def __init__(self, tokenizer: Tokenizer | None, top: int) -> None:
+        self._tokenizer, self._top = tokenizer, top
+
+    def build(self, token_ids: Sequence[int], scores: Sequence[TokenScores]) -> ChatLogprobs:
+        content: list[TokenLogprob] = []
+        for token, score in zip(token_ids, scores, strict=True):
+            best = sorted(score, key=lambda other: -score[other].logprob)[: self._top]
+            tops = [self._entry(other, score[other]) for other in best]
+            content.append({**self._entry(token, score[token]), "top_logprobs": tops})
+        return {"content": content}
+
+    def _entry(self, token: int, score: Logprob) -> TopLogprob:
+        """bytes: the token's own, though its text shows U+FFFD where they are a part of a character."""
+        text = score.decoded_token or ""
+        own = None if self._tokenizer is None else self._tokenizer.token_bytes(token)
+        return {"token": text, "logprob": finite(score.logprob), "bytes": list(own or text.encode())}
 
 
-def _top_logprob(entry: Logprob) -> TopLogprob:
-    text = entry.decoded_token or ""
-    return {"token": text, "logprob": finite(entry.logprob), "bytes": list(text.encode("utf-8", "replace"))}
-
-
-def prompt_scores(scores: Sequence[Mapping[int, Logprob] | None] | None) -> PromptScores | None:
+def prompt_scores(scores: Sequence[TokenScores | None] | None) -> PromptScores | None:
     """vLLM's prompt_logprobs: for every prompt token a map of token id to its score; null for the first."""
     if scores is None:
         return None

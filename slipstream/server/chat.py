@@ -11,7 +11,7 @@ from fastapi import APIRouter, Request, Response
 
 from slipstream.contracts.errors import BadRequest
 from slipstream.contracts.sampling_params import SamplingParams
-from slipstream.server.answers import ChatChoice, ChatCompletion, UsageCount, chat_scores, prompt_scores
+from slipstream.server.answers import ChatChoice, ChatCompletion, ChatScores, UsageCount, prompt_scores
 from slipstream.server.body import StrictRoute
 from slipstream.server.context import Context, Input, check_count
 from slipstream.server.errors import ErrorBody
@@ -83,6 +83,7 @@ class _Builder:
         self._body, self._prompt = body, prompt
         self._head = (name, int(time.time()), context.model)
         self._count = UsageCount()
+        self._scores = ChatScores(context.engine.get_tokenizer(), body.top_logprobs or 0)
         last = body.messages[-1]
         self._echo = last.text(-1) if body.echo and last.role == ROLE else ""
 
@@ -144,9 +145,7 @@ class _Builder:
         """Everything of a choice but its text."""
         choice: ChatChoice = {"index": piece.index, "logprobs": None, "finish_reason": piece.finish_reason}
         if self._body.logprobs:
-            choice["logprobs"] = chat_scores(
-                piece.token_ids, piece.logprobs or (), self._body.top_logprobs or 0
-            )
+            choice["logprobs"] = self._scores.build(piece.token_ids, piece.logprobs or ())
         if piece.finish_reason is not None:
             choice["stop_reason"] = piece.stop_reason
         if self._body.return_token_ids:

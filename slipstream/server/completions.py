@@ -25,7 +25,7 @@ from slipstream.server.schema import CompletionBody
 from slipstream.server.streams import EventStream, json_answer, started, until_disconnect
 
 if TYPE_CHECKING:
-    from slipstream.engine.outputs import CompletionOutput, Logprob, RequestOutput
+    from slipstream.engine.outputs import CompletionOutput, RequestOutput, TokenScores
 
 Outputs = AsyncGenerator[tuple[int, "RequestOutput"], None]
 
@@ -75,7 +75,7 @@ class _Builder:
         self._context, self._body, self._inputs = context, body, inputs
         self._head = (name, int(time.time()), context.model)
         self._scores: dict[int, CompletionScores] = {}
-        self._prompt_scores: dict[int, list[dict[int, Logprob] | None]] = {}
+        self._prompt_scores: dict[int, list[TokenScores | None]] = {}
         self._count = UsageCount()
         self._tokenizer = context.engine.get_tokenizer()
 
@@ -128,7 +128,8 @@ class _Builder:
             "finish_reason": piece.finish_reason,
             "stop_reason": piece.stop_reason,
         }
-        tokens, token_scores = list(piece.token_ids), list(piece.logprobs or ())
+        tokens = list(piece.token_ids)
+        token_scores: list[TokenScores | None] = list(piece.logprobs or ())
         first_text = ""
         if body.echo and first:
             choice["text"] = self._prompt_text(index) + piece.text

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any, Protocol
 
 from fastapi import Request
 
-from slipstream.contracts.errors import BadRequest
+from slipstream.contracts.errors import BadRequest, EngineError
 from slipstream.contracts.limits import MAX_SEQUENCES, check_prompt
 from slipstream.contracts.sampling_params import RequestOutputKind, SamplingParams
 from slipstream.server.errors import ApiError
@@ -21,10 +21,10 @@ from slipstream.server.metrics import Metrics
 from slipstream.server.streams import merge
 
 if TYPE_CHECKING:
-    from slipstream.engine.outputs import RequestOutput
-
     from slipstream.contracts.outputs import EngineStats
     from slipstream.engine.client import EngineInfo
+    from slipstream.engine.input_processor import TokensPrompt
+    from slipstream.engine.outputs import RequestOutput
     from slipstream.server.schema import GenerateBody
     from slipstream.text.tokenizer import Tokenizer
 
@@ -47,7 +47,7 @@ class Engine(Protocol):
     def get_tokenizer(self) -> Tokenizer | None: ...
 
     def generate(
-        self, prompt: dict[str, Any], sampling_params: SamplingParams, request_id: str, priority: int = 0
+        self, prompt: TokensPrompt, sampling_params: SamplingParams, request_id: str, priority: int = 0
     ) -> AsyncGenerator[RequestOutput, None]: ...
 
     def shutdown(self) -> None: ...
@@ -141,7 +141,7 @@ class Context:
     async def _run_one(
         self, request_id: str, prompt: Input, params: SamplingParams, body: GenerateBody
     ) -> AsyncGenerator[RequestOutput, None]:
-        tokens: dict[str, Any] = {"prompt_token_ids": prompt.token_ids}
+        tokens: TokensPrompt = {"prompt_token_ids": prompt.token_ids}
         if body.cache_salt is not None:
             tokens["cache_salt"] = body.cache_salt
         outputs = self.engine.generate(tokens, params, request_id, priority=body.priority or 0)
@@ -149,6 +149,8 @@ class Context:
             async with aclosing(outputs):
                 async for output in outputs:
                     meter.observe(output)
+                    if any(piece.finish_reason == "error" for piece in output.outputs):
+                        raise EngineError(output.error or "the engine failed while serving this request")
                     yield output
 
 

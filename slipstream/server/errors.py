@@ -118,7 +118,7 @@ def from_validation(errors: Sequence[Mapping[str, Any]]) -> BadRequest:
     """The first schema violation as a BadRequest: the path of the field, its value, and the rule of
     limits.py."""
     first = errors[0]
-    path = [str(part) for part in first["loc"][1:]]
+    path = [str(part)[:80] for part in first["loc"][1:]]
     whole = ".".join(path)
     field = path[0] if path and path[0] in _LIMITS and whole not in _LIMITS else whole or "body"
     if first["type"] == "extra_forbidden":

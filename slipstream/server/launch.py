@@ -33,7 +33,6 @@ def serve(args: EngineArgs, options: ServeOptions) -> None:
     """Runs until SIGINT or SIGTERM. Raises ValueError for flags that cannot be honoured, OSError for a port
     that cannot be had: before any weight is read."""
     from slipstream.engine.async_llm import AsyncLLM
-
     from slipstream.text.chat_template import load_chat_template
 
     setup(options.log_level)

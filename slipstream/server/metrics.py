@@ -12,10 +12,9 @@ from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily
 from prometheus_client.registry import Collector
 
 if TYPE_CHECKING:
-    from slipstream.engine.outputs import RequestOutput
-
     from slipstream.contracts.outputs import EngineStats
     from slipstream.contracts.sampling_params import SamplingParams
+    from slipstream.engine.outputs import RequestOutput
 
 Family = CounterMetricFamily | GaugeMetricFamily
 LABEL = "model_name"
@@ -184,8 +183,10 @@ class RequestMeter:
         if not fresh:
             return
         if self.first is None:
-            self.first = now
-            self._metrics._ttft.observe(now - self.arrival)
+            # A request that is not streamed comes in one output, long after its first token.
+            seen = output.metrics.first_token_time if output.metrics is not None else None
+            self.first = now if seen is None else min(seen, now)
+            self._metrics._ttft.observe(self.first - self.arrival)
         else:
             self._metrics._itl.observe((now - self.last) / fresh)
         self.last = now

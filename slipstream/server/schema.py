@@ -105,8 +105,11 @@ class GenerateBody(Body, Harmless):
             given["logit_bias"] = {_token_id(key): bias for key, bias in self.logit_bias.items()}
         return SamplingParams(**(given | changes))
 
-    def check_stream(self) -> None:
-        """Options that contradict each other. Raises BadRequest."""
+    def check_options(self) -> None:
+        """Ranges of the server's own fields, and options that contradict each other. Raises BadRequest."""
+        for rule in SERVER_NUMBERS:
+            if rule.field in type(self).model_fields:
+                rule.check(getattr(self, rule.field))
         if self.stream_options is not None and not self.stream:
             raise BadRequest("stream_options", self.stream_options.model_dump(), "needs stream=true")
         if self.stream and self.prompt_logprobs is not None:
@@ -135,13 +138,9 @@ class CompletionBody(GenerateBody):
 
     def params(self) -> SamplingParams:
         """Raises BadRequest."""
-        self.check_stream()
-        if self.best_of is not None:
-            _RULES["best_of"].check(self.best_of)
-            if self.best_of != (self.n or 1):
-                raise BadRequest(
-                    "best_of", self.best_of, f"is not supported: must be null or n={self.n or 1}"
-                )
+        self.check_options()
+        if self.best_of not in (None, self.n or 1):
+            raise BadRequest("best_of", self.best_of, f"is not supported: must be null or n={self.n or 1}")
         prompt_logprobs = self.prompt_logprobs
         if self.echo and self.logprobs is not None and prompt_logprobs is None:
             prompt_logprobs = self.logprobs
@@ -219,9 +218,7 @@ class ChatBody(GenerateBody, TemplateOptions):
 
     def params(self) -> SamplingParams:
         """Raises BadRequest."""
-        self.check_stream()
-        for field in ("top_logprobs", "max_completion_tokens"):
-            _RULES[field].check(getattr(self, field))
+        self.check_options()
         if self.top_logprobs is not None and not self.logprobs:
             raise BadRequest("top_logprobs", self.top_logprobs, "needs logprobs=true")
         limit = self.max_completion_tokens if self.max_completion_tokens is not None else self.max_tokens

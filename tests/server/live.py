@@ -3,11 +3,13 @@ cannot show."""
 
 from __future__ import annotations
 
+import json
 import socket
 import threading
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
+from typing import Any
 
 import httpx
 import uvicorn
@@ -28,6 +30,27 @@ class Live:
         lines = self.http.get("/metrics").text.splitlines()
         return sum(float(line.rsplit(" ", 1)[1]) for line in lines if line.startswith(f"slipstream:{name}{{"))
 
+    def raw_json(self, path: str, body: Any) -> Any:
+        """The answer to a body that must be taken."""
+        answer = self.http.post(path, json=body)
+        assert answer.status_code == 200, answer.text
+        return answer.json()
+
+    def events(self, path: str, body: Any) -> list[Any]:
+        """All events of a stream, which must end with [DONE]."""
+        lines = [line for line in self.http.post(path, json=body).text.split("\n\n") if line]
+        assert lines[-1] == "data: [DONE]", lines[-1]
+        return [json.loads(line.removeprefix("data: ")) for line in lines[:-1]]
+
+    def refused(self, path: str, body: Any, field: str) -> str:
+        """The message of a 400 that names the field, in OpenAI's shape."""
+        answer = self.http.post(path, json=body) if isinstance(body, dict) else self.raw(path, body)
+        assert answer.status_code == 400, answer.text
+        error = answer.json()["error"]
+        assert set(error) == {"message", "type", "param", "code"} and error["type"] == "invalid_request_error"
+        assert error["param"] == field and field in error["message"], error
+        return str(error["message"])
+
     def raw(self, path: str, body: str | bytes) -> httpx.Response:
         return self.http.post(path, content=body, headers={"content-type": "application/json"})
 
@@ -44,9 +67,12 @@ def serve(app: FastAPI) -> Iterator[Live]:
     while not server.started and time.monotonic() < deadline:
         time.sleep(0.01)
     assert server.started, "the server did not start"
+    live = Live(listener.getsockname()[1])
     try:
-        yield Live(listener.getsockname()[1])
+        yield live
     finally:
+        live.http.close()
+        live.openai.close()
         server.should_exit = True
         thread.join(10)
         listener.close()

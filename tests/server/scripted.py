@@ -17,38 +17,10 @@ from slipstream.contracts.limits import ModelLimits, check_request
 from slipstream.contracts.outputs import EngineStats
 from slipstream.contracts.sampling_params import RequestOutputKind, SamplingParams
 from slipstream.engine.client import EngineInfo
+from slipstream.engine.outputs import CompletionOutput, Logprob, RequestOutput, TokenScores
 
 VOCAB = 300
 LIMITS = ModelLimits(vocab_size=VOCAB, max_model_len=256, block_size=16, num_blocks=12)
-
-
-@dataclass
-class Logprob:
-    logprob: float
-    rank: int | None = None
-    decoded_token: str | None = None
-
-
-@dataclass
-class Piece:
-    index: int
-    text: str
-    token_ids: list[int]
-    logprobs: list[dict[int, Logprob]] | None = None
-    finish_reason: str | None = None
-    stop_reason: int | str | None = None
-    cumulative_logprob: float | None = None
-
-
-@dataclass
-class Output:
-    request_id: str
-    prompt_token_ids: list[int]
-    outputs: list[Piece]
-    finished: bool
-    prompt: str | None = None
-    prompt_logprobs: list[dict[int, Logprob] | None] | None = None
-    num_cached_tokens: int | None = 0
 
 
 class ByteTokenizer:
@@ -58,11 +30,14 @@ class ByteTokenizer:
     def decode(self, ids: Sequence[int], skip_special_tokens: bool = True, **_: Any) -> str:
         return bytes(i - 1 for i in ids if 1 <= i <= 256).decode(errors="replace")
 
+    def token_bytes(self, token: int) -> bytes:
+        return bytes([token - 1]) if 1 <= token <= 256 else b""
+
     def convert_ids_to_tokens(self, ids: Sequence[int]) -> list[str]:
         return [f"<{i}>" for i in ids]
 
 
-def scores(token: int, count: int) -> dict[int, Logprob]:
+def scores(token: int, count: int) -> TokenScores:
     """The token at -0.5, then `count` alternatives at -1, -2, ..., of which the first is the token itself."""
     tokenizer = ByteTokenizer()
     found = {token: Logprob(-0.5, 1, tokenizer.decode([token]))}
@@ -101,7 +76,7 @@ class ScriptedEngine:
 
     async def generate(
         self, prompt: dict[str, Any], sampling_params: SamplingParams, request_id: str, priority: int = 0
-    ) -> AsyncGenerator[Output, None]:
+    ) -> AsyncGenerator[RequestOutput, None]:
         params = sampling_params
         ids = list(prompt["prompt_token_ids"])
         check_request(ids, params, LIMITS, (0,))
@@ -110,35 +85,37 @@ class ScriptedEngine:
         self.running.add(request_id)
         done = False
         try:
-            whole: dict[int, Piece] = {}
+            whole: dict[int, CompletionOutput] = {}
             for output in self._steps(ids, params, request_id):
                 await asyncio.sleep(self.delay)
-                if self.fail_after is not None and len(whole) >= 0:
-                    self._maybe_fail(output)
+                self._maybe_fail()
                 if params.output_kind == RequestOutputKind.DELTA:
                     yield output
                 else:
                     _add(whole, output.outputs[0])
             if params.output_kind != RequestOutputKind.DELTA:
                 prompt_scores = _prompt_scores(ids, params)
-                yield Output(request_id, ids, list(whole.values()), True, prompt_logprobs=prompt_scores)
+                yield RequestOutput(
+                    request_id, None, ids, list(whole.values()), True, prompt_logprobs=prompt_scores
+                )
             done = True
         finally:
             self.running.discard(request_id)
             if not done:
                 self.aborted.append(request_id)
 
-    def _maybe_fail(self, output: Output) -> None:
-        assert self.fail_after is not None
-        self.fail_after -= 1
-        if self.fail_after < 0:
-            raise EngineError("row 3: no token was left to choose")
+    def _maybe_fail(self) -> None:
+        if self.fail_after is not None:
+            self.fail_after -= 1
+            if self.fail_after < 0:
+                self.fail_after = None
+                raise EngineError("row 3: no token was left to choose")
 
-    def _steps(self, ids: list[int], params: SamplingParams, request_id: str) -> list[Output]:
+    def _steps(self, ids: list[int], params: SamplingParams, request_id: str) -> list[RequestOutput]:
         tokenizer = ByteTokenizer()
         limit = params.max_tokens if params.max_tokens is not None else LIMITS.max_model_len - len(ids)
         replies = [tokenizer.encode(self.reply + (str(i) if i else "")) for i in range(params.n)]
-        steps: list[Output] = []
+        steps: list[RequestOutput] = []
         for position in range(max(1, min(limit, max(map(len, replies))))):
             for sample, reply in enumerate(replies):
                 if position >= max(1, len(reply)):
@@ -148,22 +125,24 @@ class ScriptedEngine:
                 reason = ("length" if limit < len(reply) else "stop") if last else None
                 found = None if params.logprobs is None else [scores(t, params.logprobs) for t in tokens]
                 text = bytes(t - 1 for t in tokens).decode(errors="replace")
-                piece = Piece(sample, text, tokens, found, reason)
+                piece = CompletionOutput(sample, text, tokens, None, found, reason)
                 first = _prompt_scores(ids, params) if position == 0 else None
-                steps.append(Output(request_id, ids, [piece], last, prompt_logprobs=first))
+                steps.append(RequestOutput(request_id, None, ids, [piece], last, prompt_logprobs=first))
         return steps
 
 
-def _add(whole: dict[int, Piece], piece: Piece) -> None:
-    kept = whole.setdefault(piece.index, Piece(piece.index, "", [], None if piece.logprobs is None else []))
+def _add(whole: dict[int, CompletionOutput], piece: CompletionOutput) -> None:
+    kept = whole.setdefault(
+        piece.index, CompletionOutput(piece.index, "", [], None, None if piece.logprobs is None else [])
+    )
     kept.text += piece.text
-    kept.token_ids += piece.token_ids
+    kept.token_ids = [*kept.token_ids, *piece.token_ids]
     if kept.logprobs is not None:
         kept.logprobs += piece.logprobs or []
     kept.finish_reason = piece.finish_reason
 
 
-def _prompt_scores(ids: list[int], params: SamplingParams) -> list[dict[int, Logprob] | None] | None:
+def _prompt_scores(ids: list[int], params: SamplingParams) -> list[TokenScores | None] | None:
     if params.prompt_logprobs is None:
         return None
     return [None, *(scores(token, params.prompt_logprobs) for token in ids[1:])]
