@@ -7,8 +7,11 @@ which share of steady steps was the next plan submitted before the result was re
 from __future__ import annotations
 
 import json
+import logging
 from pathlib import Path
 from typing import Any
+
+log = logging.getLogger("slipstream.trace")
 
 LANES = ("scheduler", "runner", "device", "output")
 
@@ -45,6 +48,21 @@ class Tracer:
                 }
             )
         self._path.write_text(json.dumps({"traceEvents": out, "displayTimeUnit": "ms"}))
+        ahead, steady = steps_ahead(out)
+        log.info("trace: %s, next step submitted before a result was read in %d of %d steady steps",
+                 self._path, ahead, steady)
+
+
+def steps_ahead(events: list[dict[str, Any]]) -> tuple[int, int]:
+    """Of a trace's events: steady steps whose successor was submitted before their own result was read, and
+    all steady steps. A step is steady where the lanes of its successor are its own (no arrival, no leave)."""
+    submitted = {e["args"]["step"]: e for e in events if e["name"] == "submit"}
+    read = {e["args"]["step"]: e["ts"] for e in events if e["name"] == "apply"}
+    steady = [s for s, e in submitted.items() if s in read and not e["args"]["changed"]]
+    ahead = [
+        s for s in steady if s + 1 in submitted and submitted[s + 1]["ts"] + submitted[s + 1]["dur"] <= read[s]
+    ]
+    return len(ahead), len(steady)
 
 
 class NoTracer:
