@@ -35,8 +35,10 @@ def token_logprobs_reference(
     id_b1 = token_b.unsqueeze(1)
     value_b1 = logits_bV.gather(1, id_b1)
     rank_b = (logits_bV > value_b1).sum(1, dtype=torch.int32) + 1
-    total_b1 = logits_bV.logsumexp(1, keepdim=True)
+    # Relative to the highest, so that large logits cost no digits.
+    highest_b1 = logits_bV.amax(1, keepdim=True)
+    total_b1 = (logits_bV - highest_b1).exp_().sum(1, keepdim=True).log_()
     if num_top:
         top_bK, top_id_bK = top_candidates(logits_bV, num_top)
         value_b1, id_b1 = torch.cat((value_b1, top_bK), 1), torch.cat((id_b1, top_id_bK), 1)
-    return id_b1.int(), value_b1 - total_b1, rank_b
+    return id_b1.int(), value_b1 - highest_b1 - total_b1, rank_b

@@ -23,7 +23,7 @@ class AllowedTokenIds:
     name = "allowed_token_ids"
 
     def __init__(self, vocab_size: int) -> None:
-        self._words = -(-vocab_size // 32)
+        self._words = max(2, -(-vocab_size // 32))  # a column of one word would be a scalar
         self.columns: tuple[Column, ...] = (Column("allowed_mask", width=self._words),)
 
     def admit(self, request: EngineRequest, write: RowWriter) -> bool:
