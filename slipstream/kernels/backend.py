@@ -1,0 +1,71 @@
+"""Where Triton is: the one module that imports it. Without Triton, launchers use their torch references."""
+
+from __future__ import annotations
+
+import functools
+import os
+from collections.abc import Callable
+from importlib import import_module
+from types import SimpleNamespace
+from typing import Any
+
+import torch
+
+triton: Any
+tl: Any
+try:
+    triton, tl = import_module("triton"), import_module("triton.language")
+except ImportError:  # torch's CPU builds come without it
+    triton, tl = None, SimpleNamespace(constexpr=lambda value: value)
+
+INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
+HOPPER = (9, 0)
+
+
+def jit(function: Callable[..., Any]) -> Any:
+    """triton.jit, or the bare function where there is no Triton to call it."""
+    return function if triton is None else triton.jit(function)
+
+
+def use_triton(tensor: torch.Tensor) -> bool:
+    """True for CUDA tensors, and for any tensor under TRITON_INTERPRET=1, where Triton is installed."""
+    return triton is not None and (tensor.is_cuda or INTERPRETED)
+
+
+def pdl_options(tensor: torch.Tensor) -> dict[str, bool]:
+    """Launch options for programmatic dependent launch, where the GPU has it (Hopper and later).
+
+    A kernel launched with them starts while its predecessor still runs, so it must call `pdl_begin` before it
+    touches anything that another kernel writes.
+    """
+    on = tensor.is_cuda and not INTERPRETED and _capability(tensor.get_device()) >= HOPPER
+    return {"PDL": on, "launch_pdl": on}
+
+
+@functools.cache
+def _capability(device: int) -> tuple[int, int]:
+    return torch.cuda.get_device_capability(device)
+
+
+@functools.cache
+def num_multiprocessors(device: torch.device) -> int:
+    """Streaming multiprocessors of a CUDA device; 1 elsewhere."""
+    return torch.cuda.get_device_properties(device).multi_processor_count if device.type == "cuda" else 1
+
+
+def next_power_of_2(count: int) -> int:
+    """The least power of two that is at least count."""
+    return 1 << max(count - 1, 0).bit_length()
+
+
+def ceil_div(count: int, size: int) -> int:
+    """How many pieces of `size` hold `count`."""
+    return -(-count // size)
+
+
+@jit
+def pdl_begin(PDL: tl.constexpr) -> None:
+    """Wait for the predecessor's writes, then let the successor's prologue start."""
+    if PDL:
+        tl.extra.cuda.gdc_wait()
+        tl.extra.cuda.gdc_launch_dependents()

@@ -1,0 +1,153 @@
+"""Attention kernels and their torch references against float64 formulas, in Triton's interpreter."""
+
+import pytest
+import torch
+from kernel_cases import attention_case, with_float8_pool
+
+from slipstream.kernels.attention_common import HeadShape
+from slipstream.kernels.decode_attention import (
+    DecodeConfig,
+    DecodeScratch,
+    decode_attention,
+    decode_attention_reference,
+    decode_from_qkv,
+    decode_from_qkv_reference,
+)
+from slipstream.kernels.qkv_write import write_qkv, write_qkv_reference
+from slipstream.kernels.varlen_attention import (
+    VarlenConfig,
+    list_tiles,
+    list_tiles_reference,
+    varlen_attention,
+    varlen_attention_reference,
+)
+
+CPU = torch.device("cpu")
+SHAPES = [
+    HeadShape(4, 2, 128, 0.09),
+    HeadShape(6, 2, 64, 0.125, window=21),
+    HeadShape(3, 3, 96, 0.1, soft_cap=5.0),
+    HeadShape(8, 1, 256, 0.07, window=1, soft_cap=3.0),
+]
+DECODES = [(0, 1), (1, 1), (15, 1), (16, 1), (70, 1), (37, 1)]
+MIXED = [(40, 1), (0, 1), (0, 19), (33, 5), (3, 2), (5, 1)]
+CONFIGS = [DecodeConfig(1, 32, 1, 2), DecodeConfig(4, 16, 1, 2), DecodeConfig(8, 16, 1, 2, min_tiles=2)]
+
+
+def poisoned_scratch(lanes, shape, splits):
+    scratch = DecodeScratch(lanes, shape, splits, CPU)
+    scratch.acc.fill_(float("nan"))
+    scratch.lse.fill_(float("nan"))
+    return scratch
+
+
+def close(got, expected, atol=2e-5):
+    torch.testing.assert_close(got.double(), expected, atol=atol, rtol=1e-5)
+
+
+@pytest.mark.parametrize("shape", SHAPES, ids=str)
+@pytest.mark.parametrize("config", CONFIGS, ids=str)
+def test_decode_from_qkv_attends_and_stores_the_new_key(shape, config):
+    case = attention_case(shape, DECODES, seed=shape.head_dim, normed=shape.head_dim != 64)
+    scratch = poisoned_scratch(len(DECODES), shape, config.splits)
+    expected = case.expected()
+    got = decode_from_qkv(case.qkv_TXD, case.slot_T, case.prep, case.lanes, case.pool, shape, config, scratch)
+    close(got, expected)
+    close(case.stored(case.pool.keys), case.k_all[case.lane_T, case.position_T])
+    close(case.stored(case.pool.values), case.v_all[case.lane_T, case.position_T])
+    assert not scratch.counter.any()
+    plain = decode_from_qkv_reference(case.qkv_TXD, case.slot_T, case.prep, case.lanes, case.pool, shape)
+    close(plain, expected)
+
+
+def test_a_dead_lane_on_the_null_block_sees_itself_alone():
+    shape = SHAPES[0]
+    case = attention_case(shape, [(20, 1), (0, 1)], seed=3)
+    case.slot_T[1] = 0
+    case.lanes.blocks_RB[case.lanes.row_L[1]] = 0
+    got = decode_from_qkv(
+        case.qkv_TXD, case.slot_T, case.prep, case.lanes, case.pool, shape, CONFIGS[1],
+        poisoned_scratch(2, shape, 4),
+    )
+    close(got, case.expected())
+
+
+@pytest.mark.parametrize("shape", SHAPES, ids=str)
+@pytest.mark.parametrize("config", CONFIGS[:2], ids=str)
+def test_decode_leaves_lanes_with_more_tokens_alone(shape, config):
+    case = attention_case(shape, MIXED, seed=1, mixed=True).with_step_stored()
+    q = case.q_prepared.float().transpose(0, 1).contiguous().transpose(0, 1)
+    single = torch.bincount(case.lane_T)[case.lane_T] == 1
+    for run in ("kernel", "reference"):
+        out = torch.full(q.shape, float("nan"))
+        if run == "kernel":
+            scratch = poisoned_scratch(len(MIXED), shape, config.splits)
+            decode_attention(q, case.lanes, case.pool, shape, config, scratch, out)
+        else:
+            decode_attention_reference(q, case.lanes, case.pool, shape, out)
+        close(out[single], case.expected()[single])
+        assert out[~single].isnan().all()
+
+
+@pytest.mark.parametrize("shape", SHAPES, ids=str)
+@pytest.mark.parametrize("config", [VarlenConfig(16, 16, 4, 2), VarlenConfig(32, 32, 4, 2)], ids=str)
+@pytest.mark.parametrize("least", [1, 2])
+def test_varlen_attends_each_query_to_the_keys_before_it(shape, config, least):
+    case = attention_case(shape, MIXED, seed=2, mixed=True).with_step_stored()
+    q = case.q_prepared.float()
+    tiles = list_tiles(case.lanes.query_start_L1, len(q), config.queries(shape), least)
+    listed = torch.bincount(case.lane_T)[case.lane_T] >= least
+    for run in (varlen_attention, varlen_attention_reference):
+        out = torch.full(q.shape, float("nan"))
+        run(q, tiles, case.lanes, case.pool, shape, config, out)
+        close(out[listed], case.expected()[listed])
+        assert out[~listed].isnan().all()
+
+
+@pytest.mark.parametrize("seed", range(4))
+@pytest.mark.parametrize("least", [1, 2])
+def test_tiles_cover_every_query_of_the_listed_lanes_once(seed, least):
+    generator = torch.Generator().manual_seed(seed)
+    count_L = torch.randint(0 if least == 2 else 1, 12, (13,), generator=generator)
+    start = torch.cat((torch.zeros(1, dtype=torch.int64), count_L.cumsum(0))).int()
+    tokens = int(count_L.sum()) + seed
+    for tiles in (list_tiles(start, tokens, 3, least), list_tiles_reference(start, tokens, 3, least)):
+        assert len(tiles.lane_X) == tokens // 3 + 13
+        seen = [
+            (lane, query)
+            for lane, first in zip(tiles.lane_X.tolist(), tiles.first_X.tolist(), strict=True)
+            for query in range(first, first + 3)
+            if lane >= 0 and query < count_L[lane]
+        ]
+        listed = [(lane, q) for lane, n in enumerate(count_L.tolist()) if n >= least for q in range(n)]
+        assert seen == listed
+        assert len(set(seen)) == len(seen)
+
+
+@pytest.mark.parametrize("shape", SHAPES, ids=str)
+def test_write_qkv_prepares_q_and_stores_k_and_v(shape):
+    case = attention_case(shape, MIXED, seed=5, normed=shape.head_dim != 96)
+    kv_heads = shape.num_kv_heads
+    for run in (write_qkv, write_qkv_reference):
+        before = case.pool.keys.clone()
+        case.pool.keys.fill_(float("nan"))
+        q = run(case.qkv_TXD, case.position_T, case.slot_T, kv_heads, case.prep, case.pool)
+        close(q, case.q_prepared)
+        close(case.stored(case.pool.keys), case.k_all[case.lane_T, case.position_T])
+        close(case.stored(case.pool.values), case.v_all[case.lane_T, case.position_T])
+        assert int((~case.pool.keys.isnan()).sum()) == len(q) * kv_heads * shape.head_dim
+        case.pool.keys.copy_(before)
+
+
+def test_a_float8_pool_is_scaled_both_ways():
+    """The interpreter's own rounding to float8 is wrong, so attention is compared with what the pool then
+    holds; the GPU check compares the stored keys too."""
+    shape, config = SHAPES[0], CONFIGS[1]
+    case = with_float8_pool(attention_case(shape, DECODES, seed=7), 0.03, 0.02)
+    got = decode_from_qkv(
+        case.qkv_TXD, case.slot_T, case.prep, case.lanes, case.pool, shape, config,
+        poisoned_scratch(len(DECODES), shape, config.splits),
+    )
+    for pool, scale, everything in ((case.pool.keys, 0.03, case.k_all), (case.pool.values, 0.02, case.v_all)):
+        everything[case.lane_T, case.position_T] = case.stored(pool).double() * scale
+    close(got, case.expected(), atol=1e-4)
