@@ -42,7 +42,6 @@ class Session:
 
     def __init__(self, args: EngineArgs) -> None:
         from slipstream.engine.async_llm import AsyncLLM
-
         from slipstream.text.chat_template import load_chat_template
 
         if args.skip_tokenizer_init:

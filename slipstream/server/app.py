@@ -6,6 +6,7 @@ import hashlib
 import hmac
 from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager
+from typing import TYPE_CHECKING
 
 from fastapi import APIRouter, FastAPI, Request, Response
 from starlette.types import ASGIApp, Receive, Scope, Send
@@ -18,6 +19,9 @@ from slipstream.server.context import Context, Engine, Render
 from slipstream.server.errors import ApiError, ErrorBody, answer, error_body, install
 from slipstream.server.metrics import Metrics
 from slipstream.server.streams import ClientGone, json_answer
+
+if TYPE_CHECKING:
+    from slipstream.text.tokenizer import Tokenizer
 
 log = get_logger(__name__)
 OPEN_PATHS = frozenset({"/health", "/version", "/metrics"})
@@ -43,14 +47,20 @@ class Version(TypedDict):
 
 
 def build_app(
-    engine: Engine, model: str, api_keys: Sequence[str] = (), render: Render | None = None
+    engine: Engine,
+    model: str,
+    *,
+    tokenizer: Tokenizer | None,
+    render: Render | None = None,
+    api_keys: Sequence[str] = (),
 ) -> FastAPI:
     """An ASGI app over a running engine, which it shuts down at its own end.
 
-    model: the name that clients use. api_keys: any of them opens every path but /health, /version and
-    /metrics; none: no key is asked. render: the chat template, None where the model has none.
+    model: the name that clients use. tokenizer: None where clients send and get ids only. render: the chat
+    template, None where the model has none. api_keys: any of them opens every path but /health, /version and
+    /metrics; none: no key is asked.
     """
-    context = Context(engine, model, Metrics(model, lambda: engine.stats), render)
+    context = Context(engine, model, Metrics(model, lambda: engine.stats), tokenizer, render)
 
     @asynccontextmanager
     async def lifespan(_app: FastAPI) -> AsyncIterator[None]:

@@ -83,7 +83,7 @@ class _Builder:
         self._body, self._prompt = body, prompt
         self._head = (name, int(time.time()), context.model)
         self._count = UsageCount()
-        self._scores = ChatScores(context.engine.get_tokenizer(), body.top_logprobs or 0)
+        self._scores = ChatScores(context.tokenizer, body.top_logprobs or 0)
         last = body.messages[-1]
         self._echo = last.text(-1) if body.echo and last.role == ROLE else ""
 

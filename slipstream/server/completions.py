@@ -77,7 +77,7 @@ class _Builder:
         self._scores: dict[int, CompletionScores] = {}
         self._prompt_scores: dict[int, list[TokenScores | None]] = {}
         self._count = UsageCount()
-        self._tokenizer = context.engine.get_tokenizer()
+        self._tokenizer = context.tokenizer
 
     async def answer(self, outputs: Outputs) -> Completion:
         choices: list[CompletionChoice] = []

@@ -44,8 +44,6 @@ class Engine(Protocol):
     @property
     def errored(self) -> bool: ...
 
-    def get_tokenizer(self) -> Tokenizer | None: ...
-
     def generate(
         self, prompt: TokensPrompt, sampling_params: SamplingParams, request_id: str, priority: int = 0
     ) -> AsyncGenerator[RequestOutput, None]: ...
@@ -76,12 +74,13 @@ class Input:
 
 @dataclass(frozen=True, slots=True)
 class Context:
-    """Shared by the endpoints of one app. model: the name that clients use; render: the chat template, None
-    where the model has none."""
+    """Shared by the endpoints of one app. model: the name that clients use; tokenizer: None where clients
+    send ids; render: the chat template, None where the model has none."""
 
     engine: Engine
     model: str
     metrics: Metrics
+    tokenizer: Tokenizer | None = None
     render: Render | None = None
     created: int = field(default_factory=lambda: int(time.time()))
 
@@ -95,13 +94,12 @@ class Context:
                 "model_not_found",
             )
 
-    def tokenizer(self, field: str) -> Tokenizer:
+    def need_tokenizer(self, field: str) -> Tokenizer:
         """Raises BadRequest that names the field which needs it, where the server runs without a
         tokenizer."""
-        tokenizer = self.engine.get_tokenizer()
-        if tokenizer is None:
+        if self.tokenizer is None:
             raise BadRequest(field, "text", "must be token ids: this server runs with --skip-tokenizer-init")
-        return tokenizer
+        return self.tokenizer
 
     def name(self, prefix: str, body: GenerateBody, request: Request) -> str:
         """The answer's id: the client's own (body, then X-Request-Id) or one of ours, after the prefix.
@@ -113,7 +111,7 @@ class Context:
 
     async def encode(self, field: str, text: str, add_special_tokens: bool) -> list[int]:
         """Token ids of a text. Raises BadRequest without a tokenizer, or for a text that can never fit."""
-        tokenizer = self.tokenizer(field)
+        tokenizer = self.need_tokenizer(field)
         if len(text) <= LONG_TEXT:
             return tokenizer.encode(text, add_special_tokens=add_special_tokens)
         return await asyncio.to_thread(tokenizer.encode, text, add_special_tokens=add_special_tokens)

@@ -40,10 +40,10 @@ def serve(args: EngineArgs, options: ServeOptions) -> None:
     begin = time.monotonic()
     engine = AsyncLLM.from_engine_args(args)
     try:
-        tokenizer = engine.get_tokenizer()
+        tokenizer = None if args.skip_tokenizer_init else engine.get_tokenizer()
         render = None if tokenizer is None else load_chat_template(args.chat_template, tokenizer)
         model = args.served_model_name or args.model
-        app = build_app(engine, model, options.api_keys, render)
+        app = build_app(engine, model, tokenizer=tokenizer, render=render, api_keys=options.api_keys)
         host, port = listener.getsockname()[:2]
         log.info("ready", url=f"http://{host}:{port}", model=model, seconds=time.monotonic() - begin)
         config = uvicorn.Config(

@@ -36,7 +36,7 @@ def router(context: Context) -> APIRouter:
         """Token ids of a prompt, or of messages."""
         context.check_model(body.model)
         body.check_source()
-        tokenizer = context.tokenizer("prompt")
+        tokenizer = context.need_tokenizer("prompt")
         if body.messages is not None:
             ids = list(
                 (await encode_chat(context, body.messages, body, bool(body.add_special_tokens))).token_ids
@@ -56,7 +56,7 @@ def router(context: Context) -> APIRouter:
     async def detokenize(body: DetokenizeBody) -> Response:
         """Text of token ids, special tokens included."""
         context.check_model(body.model)
-        tokenizer = context.tokenizer("tokens")
+        tokenizer = context.need_tokenizer("tokens")
         for token in body.tokens:
             if not 0 <= token < limits.vocab_size:
                 raise BadRequest(

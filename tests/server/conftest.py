@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 from live import Live, serve
-from scripted import ScriptedEngine
+from scripted import ByteTokenizer, ScriptedEngine
 
 from slipstream.server.app import build_app
 
@@ -35,5 +35,5 @@ def engine() -> ScriptedEngine:
 
 @pytest.fixture
 def served(engine: ScriptedEngine) -> Iterator[Live]:
-    with serve(build_app(engine, "scripted", render=render)) as live:
+    with serve(build_app(engine, "scripted", tokenizer=ByteTokenizer(), render=render)) as live:
         yield live

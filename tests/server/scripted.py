@@ -68,9 +68,6 @@ class ScriptedEngine:
             num_running=used, free_blocks=LIMITS.num_blocks - used, num_blocks=LIMITS.num_blocks
         )
 
-    def get_tokenizer(self) -> ByteTokenizer:
-        return ByteTokenizer()
-
     def shutdown(self) -> None:
         self.errored = True
 

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 from conftest import render
 from live import Live, serve
-from scripted import LIMITS, VOCAB, ScriptedEngine
+from scripted import LIMITS, VOCAB, ByteTokenizer, ScriptedEngine
 
 from slipstream.contracts import limits
 from slipstream.server.app import build_app
@@ -25,7 +25,7 @@ STREAMS = pytest.mark.parametrize("stream", [False, True])
 
 @pytest.fixture(scope="module")
 def door() -> Iterator[Live]:
-    with serve(build_app(ENGINE, "scripted", render=render)) as live:
+    with serve(build_app(ENGINE, "scripted", tokenizer=ByteTokenizer(), render=render)) as live:
         yield live
 
 

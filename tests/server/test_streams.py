@@ -15,7 +15,7 @@ import pytest
 from conftest import render
 from live import Live, serve, wait_for
 from openai import APIError, AsyncOpenAI, OpenAI
-from scripted import ScriptedEngine
+from scripted import ByteTokenizer, ScriptedEngine
 
 from slipstream.contracts.errors import EngineDeadError
 from slipstream.server.app import build_app
@@ -28,7 +28,7 @@ BOTH = pytest.mark.parametrize("path", PATHS)
 
 @contextmanager
 def over(engine: ScriptedEngine, **options: Any) -> Iterator[Live]:
-    with serve(build_app(engine, "scripted", render=render, **options)) as live:
+    with serve(build_app(engine, "scripted", tokenizer=ByteTokenizer(), render=render, **options)) as live:
         yield live
 
 
