@@ -60,7 +60,9 @@ def build_app(
     template, None where the model has none. api_keys: any of them opens every path but /health, /version and
     /metrics; none: no key is asked.
     """
-    context = Context(engine, model, Metrics(model, lambda: engine.stats), tokenizer, render)
+    metrics = Metrics(model, lambda: engine.stats)
+    max_chars = 0 if tokenizer is None else engine.info.limits.max_model_len * _longest_token(tokenizer)
+    context = Context(engine, model, metrics, tokenizer, render, max_chars)
 
     @asynccontextmanager
     async def lifespan(_app: FastAPI) -> AsyncIterator[None]:
@@ -86,6 +88,11 @@ def build_app(
     if api_keys:
         app.add_middleware(KeyGuard, api_keys=tuple(api_keys))
     return app
+
+
+def _longest_token(tokenizer: Tokenizer) -> int:
+    """Characters of it, as the vocabulary spells it: at least as many as of the text it stands for."""
+    return max(map(len, tokenizer.convert_ids_to_tokens(range(tokenizer.vocab_size))))
 
 
 async def _client_gone(request: Request, _error: Exception) -> Response:

@@ -75,13 +75,14 @@ class Input:
 @dataclass(frozen=True, slots=True)
 class Context:
     """Shared by the endpoints of one app. model: the name that clients use; tokenizer: None where clients
-    send ids; render: the chat template, None where the model has none."""
+    send ids; render: the chat template, None where the model has none; max_chars: of a text that can fit."""
 
     engine: Engine
     model: str
     metrics: Metrics
     tokenizer: Tokenizer | None = None
     render: Render | None = None
+    max_chars: int = 0
     created: int = field(default_factory=lambda: int(time.time()))
 
     def check_model(self, name: str | None) -> None:
@@ -112,6 +113,9 @@ class Context:
     async def encode(self, field: str, text: str, add_special_tokens: bool) -> list[int]:
         """Token ids of a text. Raises BadRequest without a tokenizer, or for a text that can never fit."""
         tokenizer = self.need_tokenizer(field)
+        if len(text) > self.max_chars:
+            limit = f"must be at most {self.max_chars} characters, for max_model_len and the longest token"
+            raise BadRequest(field, f"{len(text)} characters", limit)
         if len(text) <= LONG_TEXT:
             return tokenizer.encode(text, add_special_tokens=add_special_tokens)
         return await asyncio.to_thread(tokenizer.encode, text, add_special_tokens=add_special_tokens)

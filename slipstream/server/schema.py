@@ -185,6 +185,9 @@ class ResponseFormat(BaseModel):
     type: Literal["text"]
 
 
+_SET_BY_FIELDS = {"messages", "tools", "add_generation_prompt", "continue_final_message"}
+
+
 class TemplateOptions(BaseModel):
     """How the chat template renders turns; chat and /tokenize share it."""
 
@@ -198,6 +201,8 @@ class TemplateOptions(BaseModel):
             raise BadRequest(
                 "continue_final_message", True, "must be false unless add_generation_prompt is false"
             )
+        for name in _SET_BY_FIELDS & set(self.chat_template_kwargs or ()):
+            raise BadRequest("chat_template_kwargs", name, "must not set what the request's own fields set")
 
 
 Messages = Annotated[list[Message], ONE_ERROR, Field(min_length=1)]

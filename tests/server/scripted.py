@@ -24,6 +24,8 @@ LIMITS = ModelLimits(vocab_size=VOCAB, max_model_len=256, block_size=16, num_blo
 
 
 class ByteTokenizer:
+    vocab_size = VOCAB
+
     def encode(self, text: str, add_special_tokens: bool = True) -> list[int]:
         return [1 + byte for byte in text.encode()]
 

@@ -317,6 +317,7 @@ def test_best_of_may_equal_n(door: Live) -> None:
         ({"messages": [{"role": "assistant", "tool_calls": [{}]}]}, "messages.0.tool_calls"),
         ({"continue_final_message": True}, "continue_final_message"),
         ({"prompt": "hi"}, "prompt"),
+        ({"chat_template_kwargs": {"messages": []}}, "chat_template_kwargs"),
         ({"chat_template_kwargs": []}, "chat_template_kwargs"),
         ({"modalities": ["audio"]}, "modalities"),
     ],
@@ -382,6 +383,15 @@ def test_a_body_sent_in_chunks_is_cut_off_at_the_limit(door: Live) -> None:
 def test_a_long_list_of_wrong_items_gives_one_short_error(door: Live) -> None:
     answer = door.http.post("/v1/completions", json={"prompt": [0.5] * 500_000})
     assert answer.status_code == 400 and len(answer.text) < 500
+
+
+@pytest.mark.parametrize("path", ["/v1/completions", "/tokenize"])
+def test_a_text_that_no_tokenizer_could_make_fit_is_refused_before_it_is_tokenised(
+    door: Live, path: str
+) -> None:
+    longest = len("<255>")
+    message = door.refused(path, {"prompt": "x" * (LIMITS.max_model_len * longest + 1)}, "prompt")
+    assert f"at most {LIMITS.max_model_len * longest} characters" in message
 
 
 def test_other_content_types_are_refused(door: Live) -> None:

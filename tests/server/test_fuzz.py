@@ -1,0 +1,214 @@
+"""Bodies drawn from the server's own OpenAPI schema, then bent: no answer is a 5xx, no stream just ends, no
+row stays.
+
+SLIPSTREAM_FUZZ_EXAMPLES sets the number of bodies (10,000 before a release).
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import httpx
+import pytest
+from hypothesis import HealthCheck, Phase, given, settings
+from hypothesis import strategies as st
+from live import Live, wait_for
+from real import real_server
+from text_model import VOCAB, make_text_model
+
+EXAMPLES = int(os.environ.get("SLIPSTREAM_FUZZ_EXAMPLES", "300"))
+PATHS = ("/v1/completions", "/v1/chat/completions", "/tokenize", "/detokenize")
+SHARES = {"/v1/completions": 10, "/v1/chat/completions": 8, "/tokenize": 1, "/detokenize": 1}
+EDGES = [
+    0,
+    1,
+    -1,
+    2,
+    16,
+    20,
+    21,
+    63,
+    64,
+    128,
+    129,
+    255,
+    256,
+    257,
+    VOCAB - 1,
+    VOCAB,
+    VOCAB + 7,
+    2**31 - 1,
+    2**31,
+    2**63,
+    -(2**63) - 1,
+    10**30,
+]
+TEXTS = [
+    "",
+    " ",
+    "a",
+    "hi there",
+    "\n\n",
+    "\0",
+    "caf\u00e9 \U0001f600",
+    "\u200d",
+    "x" * 300,
+    "</s>",
+    "<s>",
+    "real",
+]
+
+Schema = dict[str, Any]
+
+
+@pytest.fixture(scope="module")
+def real(tiny_model: Callable[..., Path]) -> Iterator[Live]:
+    with real_server(make_text_model(tiny_model), scheduling_policy="priority") as live:
+        yield live
+
+
+def junk() -> st.SearchStrategy[Any]:
+    """A value of any type, most of them at some edge."""
+    floats = st.sampled_from([0.0, -0.0, 0.5, 1.0, 1.5, -2.0, 2.0, 1e-310, 1e38, 1e308]) | st.floats(
+        allow_nan=False, allow_infinity=False
+    )
+    plain = st.none() | st.booleans() | st.sampled_from(EDGES) | floats | st.sampled_from(TEXTS)
+    return plain | st.recursive(
+        plain,
+        lambda inner: (
+            st.lists(inner, max_size=4)
+            | st.dictionaries(
+                st.sampled_from(["1", "5", "-1", "x", "type", "role", "content", str(VOCAB + 50)]),
+                inner,
+                max_size=3,
+            )
+        ),
+        max_leaves=6,
+    )
+
+
+def of_schema(schema: Schema, all_of: Schema) -> st.SearchStrategy[Any]:
+    """Values that a schema allows, and near its bounds."""
+    if "$ref" in schema:
+        return of_schema(all_of[schema["$ref"].rsplit("/", 1)[1]], all_of)
+    if "anyOf" in schema:
+        bounds = {key: schema[key] for key in ("minimum", "exclusiveMinimum", "maximum") if key in schema}
+        return st.one_of([of_schema(option | bounds, all_of) for option in schema["anyOf"]])
+    if "const" in schema or "enum" in schema:
+        return st.sampled_from(schema.get("enum", [schema.get("const")]))
+    kind = schema.get("type")
+    low, high = schema.get("minimum", schema.get("exclusiveMinimum", -1)), schema.get("maximum", VOCAB)
+    if kind == "integer":
+        near = [value for value in (low, low + 1, high - 1, high, *EDGES) if low <= value <= high]
+        return st.sampled_from(near) | st.integers(int(low), min(int(high), int(low) + 40))
+    if kind == "number":
+        return st.floats(float(low), float(high)) | st.sampled_from([float(low), float(high)])
+    if kind == "array":
+        return st.lists(of_schema(schema.get("items", {}), all_of), max_size=6)
+    if kind == "object" and "properties" in schema:
+        return of_object(schema, all_of)
+    if kind == "object":
+        keys = st.integers(0, VOCAB - 1).map(str) | st.sampled_from(TEXTS)
+        return st.dictionaries(
+            keys, of_schema(schema.get("additionalProperties", {}) or {}, all_of), max_size=4
+        )
+    return {
+        "string": st.sampled_from(TEXTS) | st.text(max_size=20),
+        "boolean": st.booleans(),
+        "null": st.none(),
+    }.get(str(kind), junk())
+
+
+def of_object(schema: Schema, all_of: Schema) -> st.SearchStrategy[Any]:
+    """Required fields, and some of the others."""
+    required = schema.get("required", [])
+    fields = {name: of_schema(field, all_of) for name, field in schema["properties"].items()}
+    optional = sorted(set(fields) - set(required))
+    chosen = st.lists(st.sampled_from(optional), max_size=5, unique=True) if optional else st.just([])
+    return chosen.flatmap(
+        lambda names: st.fixed_dictionaries({name: fields[name] for name in [*required, *names]})
+    )
+
+
+def bodies(path: str, all_of: Schema) -> st.SearchStrategy[str]:
+    """JSON texts: fields by the schema, a few of them bent, and now and then the text itself."""
+    name = {
+        "/v1/completions": "CompletionBody",
+        "/v1/chat/completions": "ChatBody",
+        "/tokenize": "TokenizeBody",
+        "/detokenize": "DetokenizeBody",
+    }[path]
+    fields = sorted(all_of[name]["properties"])
+
+    @st.composite
+    def body(draw: Any) -> str:
+        value = draw(of_object(all_of[name], all_of))
+        for field in draw(st.lists(st.sampled_from(fields) | st.sampled_from(TEXTS), max_size=2)):
+            value[field] = draw(junk())
+        if "model" in value and draw(st.integers(0, 9)):
+            value["model"] = "real"
+        text = json.dumps(value)
+        if draw(st.integers(0, 9)) == 0:
+            cut = draw(st.integers(0, len(text)))
+            text = (
+                text[:cut]
+                + draw(st.sampled_from(["", "NaN", "-Infinity", "}", "\\ud800", "[" * 100, ","]))
+                + text[cut + draw(st.integers(0, 3)) :]
+            )
+        return text
+
+    return body()
+
+
+def check(path: str, answer: httpx.Response) -> None:
+    """Whatever was asked, the answer is whole."""
+    assert answer.status_code < 500, answer.text
+    if answer.status_code >= 400:
+        error = answer.json()["error"]
+        assert set(error) == {"message", "type", "param", "code"} and error["message"], error
+        assert len(answer.content) < 4000
+    elif answer.headers["content-type"].startswith("text/event-stream"):
+        *events, end, nothing = answer.text.split("\n\n")
+        assert (end, nothing) == ("data: [DONE]", "")
+        parsed = [json.loads(event.removeprefix("data: ")) for event in events]
+        assert not any("error" in event for event in parsed), parsed[-1]
+        started = {choice["index"] for event in parsed for choice in event["choices"]}
+        ended = [
+            choice["index"] for event in parsed for choice in event["choices"] if choice["finish_reason"]
+        ]
+        assert sorted(ended) == sorted(started) and started
+    elif path.startswith("/v1/"):
+        assert all(choice["finish_reason"] in ("stop", "length") for choice in answer.json()["choices"])
+
+
+@pytest.mark.parametrize("path", PATHS)
+def test_no_body_causes_a_server_error(real: Live, path: str) -> None:
+    schemas = real.http.get("/openapi.json").json()["components"]["schemas"]
+    statuses: dict[int, int] = {}
+
+    @settings(
+        max_examples=max(10, EXAMPLES * SHARES[path] // 20),
+        deadline=None,
+        database=None,
+        derandomize=True,
+        suppress_health_check=list(HealthCheck),
+        phases=[Phase.generate],
+    )
+    @given(bodies(path, schemas))
+    def run(body: str) -> None:
+        answer = real.raw(path, body.encode("utf-8", "surrogatepass"))
+        statuses[answer.status_code] = statuses.get(answer.status_code, 0) + 1
+        check(path, answer)
+
+    run()
+    print(f"{path}: {statuses}", file=sys.stderr)
+    assert statuses[200] and statuses[400], statuses
+    plain = real.raw_json("/v1/completions", {"prompt": "still here", "max_tokens": 3, "temperature": 0})
+    assert plain["usage"]["completion_tokens"] >= 1
+    assert wait_for(lambda: real.metric("num_requests_running") == 0)
+    assert wait_for(lambda: real.metric("kv_blocks_free") == real.metric("kv_blocks_total"))
