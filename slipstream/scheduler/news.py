@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Set
+
 import numpy as np
 
 from slipstream.contracts.outputs import EngineOutputs, EngineStats
@@ -33,6 +35,13 @@ class News:
         self._errors.append((key, text))
         if not in_step:
             self._ended.append(key)
+
+    def withdraw(self, keys: Set[int]) -> None:
+        """Nobody wants to hear of these requests any more."""
+        if self:
+            self._cached = [item for item in self._cached if item[0] not in keys]
+            self._errors = [item for item in self._errors if item[0] not in keys]
+            self._ended = [key for key in self._ended if key not in keys]
 
     def scored(self, entry: Entry, piece: PromptLogprobs) -> None:
         """Prompt logprobs; positions that were delivered before a preemption are left out."""

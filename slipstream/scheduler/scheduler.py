@@ -111,8 +111,10 @@ class Scheduler:
 
     def abort(self, keys: Iterable[int]) -> None:
         """End requests without a further output. Unknown and finished keys are ignored."""
-        for key in keys:
+        gone = set(keys)
+        for key in gone:
             self._end(key, keep=True)
+        self._news.withdraw(gone)
 
     def fail(self, keys: Iterable[int], text: str) -> None:
         """End requests with an error of their own; nobody else is harmed. Unknown keys are ignored."""
