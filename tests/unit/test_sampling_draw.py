@@ -32,6 +32,7 @@ KINDS = [
     {"top_k": 3},
     {"temperature": 1.5, "top_k": 150},
     {"top_k": 100, "top_p": 0.95, "min_p": 0.01},
+    {"temperature": 3.0, "min_p": 0.2},
     {"min_p": 0.1, "allowed_token_ids": list(range(40, 90))},
     {"logit_bias": {4: 3.0, 5: -100.0}, "min_tokens": 9},
     {"top_k": -1, "frequency_penalty": 1.0, "temperature": 2.0},
