@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 
-from slipstream.kernels.backend import jit, tl
+from slipstream.kernels.backend import Arg, jit, tl
 
 Tensor = torch.Tensor
 
@@ -37,7 +37,7 @@ class HeadShape:
 
 
 @jit
-def base2_scores(raw: Any, scale: Any, soft_cap: Any, CAPPED: tl.constexpr) -> Any:
+def base2_scores(raw: Arg, scale: Arg, soft_cap: Arg, CAPPED: tl.constexpr) -> Any:
     """q.k to scores in base 2. scale: with log2 e in it, unless capped."""
     if CAPPED:
         # cap * tanh(x / cap) = cap - 2 cap / (exp(2 x / cap) + 1), times log2 e
@@ -46,7 +46,7 @@ def base2_scores(raw: Any, scale: Any, soft_cap: Any, CAPPED: tl.constexpr) -> A
 
 
 @jit
-def softmax_step(score: Any, top: Any, total: Any) -> Any:
+def softmax_step(score: Arg, top: Arg, total: Arg) -> Any:
     """Weights of one tile [rows, keys], the factor for what was summed before, and the new top and total."""
     new_top = tl.maximum(top, tl.max(score, 1))
     weight = tl.exp2(score - new_top[:, None])

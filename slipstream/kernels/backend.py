@@ -7,7 +7,7 @@ import os
 from collections.abc import Callable
 from importlib import import_module
 from types import SimpleNamespace
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 
@@ -17,6 +17,12 @@ try:
     triton, tl = import_module("triton"), import_module("triton.language")
 except ImportError:  # torch's CPU builds come without it
     triton, tl = None, SimpleNamespace(constexpr=lambda value: value)
+
+# The type of what a kernel is given: Triton looks its annotations up, and accepts only its own names.
+if TYPE_CHECKING:
+    Arg = Any
+else:
+    Arg = getattr(tl, "tensor", None)
 
 INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
 HOPPER = (9, 0)

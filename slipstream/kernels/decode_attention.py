@@ -24,7 +24,7 @@ from slipstream.kernels.attention_common import (
     score_factors,
     softmax_step,
 )
-from slipstream.kernels.backend import jit, next_power_of_2, pdl_begin, pdl_options, tl, use_triton
+from slipstream.kernels.backend import Arg, jit, next_power_of_2, pdl_begin, pdl_options, tl, use_triton
 from slipstream.kernels.qkv_write import (
     HeadPrep,
     PagedPool,
@@ -57,12 +57,12 @@ def choose_decode(lanes: int, num_kv_heads: int, head_dim: int, dtype: torch.dty
     # Tiles of 8 KiB, so that every choice below fits in shared memory.
     tile = max(MIN_ROWS, min(32, 8192 // (next_power_of_2(head_dim) * dtype.itemsize)))
     if programs <= 16:
-        return DecodeConfig(splits=16, tile=2 * tile, warps=4, stages=4)
+        return DecodeConfig(splits=16, tile=2 * tile, warps=4, stages=3)
     if programs <= 256:
-        return DecodeConfig(splits=16, tile=tile, warps=1, stages=4, min_tiles=2)
+        return DecodeConfig(splits=16, tile=tile, warps=1, stages=3, min_tiles=2)
     if programs <= 1024:
-        return DecodeConfig(splits=8, tile=2 * tile, warps=4, stages=4, min_tiles=16)
-    return DecodeConfig(splits=4, tile=tile, warps=1, stages=3, min_tiles=64)
+        return DecodeConfig(splits=8, tile=2 * tile, warps=4, stages=3, min_tiles=16)
+    return DecodeConfig(splits=4, tile=tile, warps=1, stages=2, min_tiles=64)
 
 
 @dataclass(frozen=True, slots=True)
@@ -209,11 +209,11 @@ def _launch(
 
 @jit
 def _decode_kernel(
-    source: Any, out: Any, keys: Any, values: Any, rows: Any, lengths: Any, query_start: Any, blocks: Any,
-    slots: Any, rope: Any, norm: Any, partial_acc: Any, partial_lse: Any, counter: Any,
-    scale: Any, soft_cap: Any, eps: Any, k_factor: Any, v_factor: Any, v_scale: Any,
-    token_stride: Any, head_stride: Any, out_token_stride: Any, out_head_stride: Any,
-    blocks_stride: Any, rope_stride: Any, norm_stride: Any,
+    source: Arg, out: Arg, keys: Arg, values: Arg, rows: Arg, lengths: Arg, query_start: Arg, blocks: Arg,
+    slots: Arg, rope: Arg, norm: Arg, partial_acc: Arg, partial_lse: Arg, counter: Arg,
+    scale: Arg, soft_cap: Arg, eps: Arg, k_factor: Arg, v_factor: Arg, v_scale: Arg,
+    token_stride: Arg, head_stride: Arg, out_token_stride: Arg, out_head_stride: Arg,
+    blocks_stride: Arg, rope_stride: Arg, norm_stride: Arg,
     KV_HEADS: tl.constexpr, GROUP: tl.constexpr, ROWS: tl.constexpr, HEAD: tl.constexpr,
     HALF_PAD: tl.constexpr, BLOCK_SIZE: tl.constexpr, TILE: tl.constexpr, SPLITS: tl.constexpr,
     MIN_TILES: tl.constexpr, WINDOW: tl.constexpr, CAPPED: tl.constexpr, FROM_QKV: tl.constexpr,
@@ -290,7 +290,7 @@ def _decode_kernel(
 
 @jit
 def _prepare(
-    low: Any, high: Any, weight: Any, inside: Any, cos: Any, sin: Any, eps: Any,
+    low: Arg, high: Arg, weight: Arg, inside: Arg, cos: Arg, sin: Arg, eps: Arg,
     HEAD: tl.constexpr, NORMED: tl.constexpr,
 ) -> Any:
     """Heads of q or k, normalised and turned, in float32."""
@@ -304,9 +304,9 @@ def _prepare(
 
 @jit
 def _own_key(
-    q_low: Any, q_high: Any, at: Any, keys: Any, values: Any, slot: Any, norm: Any, kv_head: Any,
-    is_first: Any, column: Any, cos: Any, sin: Any, scale: Any, soft_cap: Any, eps: Any, k_factor: Any,
-    v_factor: Any, head_stride: Any, norm_stride: Any,
+    q_low: Arg, q_high: Arg, at: Arg, keys: Arg, values: Arg, slot: Arg, norm: Arg, kv_head: Arg,
+    is_first: Arg, column: Arg, cos: Arg, sin: Arg, scale: Arg, soft_cap: Arg, eps: Arg, k_factor: Arg,
+    v_factor: Arg, head_stride: Arg, norm_stride: Arg,
     KV_HEADS: tl.constexpr, GROUP: tl.constexpr, HEAD: tl.constexpr, BLOCK_SIZE: tl.constexpr,
     CAPPED: tl.constexpr, NORMED: tl.constexpr,
 ) -> Any:
@@ -342,20 +342,23 @@ def _own_key(
 
 @jit
 def _attend_tiles(
-    begin: Any, end: Any, low: Any, stored: Any, q_low: Any, q_high: Any, top: Any, total: Any,
-    acc_low: Any, acc_high: Any, keys: Any, values: Any, block_row: Any, kv_head: Any, column: Any,
-    scale: Any, soft_cap: Any,
+    begin: Arg, end: Arg, low: Arg, stored: Arg, q_low: Arg, q_high: Arg, top: Arg, total: Arg,
+    acc_low: Arg, acc_high: Arg, keys: Arg, values: Arg, block_row: Arg, kv_head: Arg, column: Arg,
+    scale: Arg, soft_cap: Arg,
     KV_HEADS: tl.constexpr, HEAD: tl.constexpr, BLOCK_SIZE: tl.constexpr, TILE: tl.constexpr,
     WINDOW: tl.constexpr, CAPPED: tl.constexpr,
 ) -> Any:
-    """Online softmax over the keys of tiles begin .. end - 1."""
+    """Online softmax over the keys of tiles begin .. end - 1. Block ids are read a tile ahead: as part of the
+    same step they would take a stage of the pipeline from the keys."""
+    key = begin * TILE + tl.arange(0, TILE)
+    block = tl.load(block_row + key // BLOCK_SIZE, mask=key < stored, other=0)
     for tile in range(begin, end):
         key = tile * TILE + tl.arange(0, TILE)
         seen = key < stored
         if WINDOW:
             seen = seen & (key >= low)
-        block = tl.load(block_row + key // BLOCK_SIZE, mask=seen, other=0).to(tl.int64)
-        place = ((block * KV_HEADS + kv_head) * BLOCK_SIZE + key % BLOCK_SIZE) * HEAD
+        place = ((block.to(tl.int64) * KV_HEADS + kv_head) * BLOCK_SIZE + key % BLOCK_SIZE) * HEAD
+        block = tl.load(block_row + (key + TILE) // BLOCK_SIZE, mask=key + TILE < stored, other=0)
         at = place[:, None] + column
         inside = seen[:, None] & (column < HEAD // 2)
         k_low = tl.load(keys + at, mask=inside, other=0.0).to(q_low.dtype)
@@ -374,7 +377,7 @@ def _attend_tiles(
 
 @jit
 def _merge(
-    to: Any, head_stride: Any, partial_acc: Any, partial_lse: Any, first_head: Any, pieces: Any, column: Any,
+    to: Arg, head_stride: Arg, partial_acc: Arg, partial_lse: Arg, first_head: Arg, pieces: Arg, column: Arg,
     GROUP: tl.constexpr, HEAD: tl.constexpr, SPLITS: tl.constexpr,
 ) -> None:
     """Partial results of a KV head's group, weighed by their sums. Past the L1 cache: other programs wrote

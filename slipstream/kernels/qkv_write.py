@@ -15,7 +15,16 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 
-from slipstream.kernels.backend import ceil_div, jit, next_power_of_2, pdl_begin, pdl_options, tl, use_triton
+from slipstream.kernels.backend import (
+    Arg,
+    ceil_div,
+    jit,
+    next_power_of_2,
+    pdl_begin,
+    pdl_options,
+    tl,
+    use_triton,
+)
 
 Tensor = torch.Tensor
 
@@ -137,35 +146,35 @@ def check_qkv(qkv_TXD: Tensor, num_kv_heads: int, prep: HeadPrep, pool: PagedPoo
 
 
 @jit
-def head_norm(low: Any, high: Any, weight_low: Any, weight_high: Any, eps: Any, HEAD: tl.constexpr) -> Any:
+def head_norm(low: Arg, high: Arg, weight_low: Arg, weight_high: Arg, eps: Arg, HEAD: tl.constexpr) -> Any:
     """RMS norm of heads given as two halves, float32 [heads, half]."""
     rstd = tl.rsqrt((tl.sum(low * low, 1) + tl.sum(high * high, 1)) / HEAD + eps)[:, None]
     return low * rstd * weight_low, high * rstd * weight_high
 
 
 @jit
-def rotate_halves(low: Any, high: Any, cos: Any, sin: Any) -> Any:
+def rotate_halves(low: Arg, high: Arg, cos: Arg, sin: Arg) -> Any:
     """Dimension i turns with i + D/2. cos and sin: of the first half's dimensions; sin unsigned."""
     return low * cos - high * sin, high * cos + low * sin
 
 
 @jit
 def _write_kernel(
-    qkv: Any,
-    q: Any,
-    keys: Any,
-    values: Any,
-    positions: Any,
-    slots: Any,
-    rope: Any,
-    norm: Any,
-    eps: Any,
-    k_factor: Any,
-    v_factor: Any,
-    token_stride: Any,
-    head_stride: Any,
-    rope_stride: Any,
-    norm_stride: Any,
+    qkv: Arg,
+    q: Arg,
+    keys: Arg,
+    values: Arg,
+    positions: Arg,
+    slots: Arg,
+    rope: Arg,
+    norm: Arg,
+    eps: Arg,
+    k_factor: Arg,
+    v_factor: Arg,
+    token_stride: Arg,
+    head_stride: Arg,
+    rope_stride: Arg,
+    norm_stride: Arg,
     QUERY_HEADS: tl.constexpr,
     KV_HEADS: tl.constexpr,
     HEAD: tl.constexpr,

@@ -7,12 +7,10 @@ Legend: T tokens, H hidden size, V vocabulary.
 
 from __future__ import annotations
 
-from typing import Any
-
 import torch
 import torch.nn.functional as F
 
-from slipstream.kernels.backend import jit, next_power_of_2, pdl_begin, pdl_options, tl, use_triton
+from slipstream.kernels.backend import Arg, jit, next_power_of_2, pdl_begin, pdl_options, tl, use_triton
 
 Tensor = torch.Tensor
 
@@ -112,16 +110,16 @@ def _launch(
 
 @jit
 def _norm_kernel(
-    x: Any,
-    delta: Any,
-    total: Any,
-    weight: Any,
-    out: Any,
-    eps: Any,
-    x_stride: Any,
-    delta_stride: Any,
-    total_stride: Any,
-    out_stride: Any,
+    x: Arg,
+    delta: Arg,
+    total: Arg,
+    weight: Arg,
+    out: Arg,
+    eps: Arg,
+    x_stride: Arg,
+    delta_stride: Arg,
+    total_stride: Arg,
+    out_stride: Arg,
     WIDTH: tl.constexpr,
     BLOCK: tl.constexpr,
     MODE: tl.constexpr,

@@ -5,12 +5,19 @@ Legend: T tokens, I inner size.
 
 from __future__ import annotations
 
-from typing import Any
-
 import torch
 import torch.nn.functional as F
 
-from slipstream.kernels.backend import ceil_div, jit, next_power_of_2, pdl_begin, pdl_options, tl, use_triton
+from slipstream.kernels.backend import (
+    Arg,
+    ceil_div,
+    jit,
+    next_power_of_2,
+    pdl_begin,
+    pdl_options,
+    tl,
+    use_triton,
+)
 
 Tensor = torch.Tensor
 
@@ -47,7 +54,7 @@ def silu_and_mul_reference(gate_up_TI2: Tensor) -> Tensor:
 
 @jit
 def _silu_kernel(
-    gate_up: Any, out: Any, stride: Any, WIDTH: tl.constexpr, BLOCK: tl.constexpr, PDL: tl.constexpr
+    gate_up: Arg, out: Arg, stride: Arg, WIDTH: tl.constexpr, BLOCK: tl.constexpr, PDL: tl.constexpr
 ) -> None:
     token = tl.program_id(0).to(tl.int64)
     column = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)

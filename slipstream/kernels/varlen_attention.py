@@ -24,7 +24,16 @@ from slipstream.kernels.attention_common import (
     score_factors,
     softmax_step,
 )
-from slipstream.kernels.backend import ceil_div, jit, next_power_of_2, pdl_begin, pdl_options, tl, use_triton
+from slipstream.kernels.backend import (
+    Arg,
+    ceil_div,
+    jit,
+    next_power_of_2,
+    pdl_begin,
+    pdl_options,
+    tl,
+    use_triton,
+)
 from slipstream.kernels.decode_attention import MIN_ROWS, DecodeLanes
 from slipstream.kernels.qkv_write import PagedPool
 
@@ -48,12 +57,13 @@ class VarlenConfig:
 
 
 def choose_varlen(shape: HeadShape, dtype: torch.dtype) -> VarlenConfig:
-    """The largest tiles that shared memory holds (227 KiB on Hopper)."""
-    width = next_power_of_2(shape.head_dim) * dtype.itemsize
+    """Tiles that shared memory holds (227 KiB on Hopper)."""
     least = max(MIN_ROWS, next_power_of_2(shape.group))
-    if width <= 256:
+    if dtype.itemsize > 2:  # no tensor cores: small tiles, for registers' sake
+        return VarlenConfig(rows=least, tile=32, warps=4, stages=2)
+    if shape.head_dim <= 128:
         return VarlenConfig(rows=max(128, least), tile=64, warps=8, stages=3)
-    return VarlenConfig(rows=max(64, least), tile=32, warps=8 if dtype.itemsize == 2 else 4, stages=2)
+    return VarlenConfig(rows=max(64, least), tile=32, warps=8, stages=3)
 
 
 @dataclass(frozen=True, slots=True)
@@ -157,7 +167,7 @@ def varlen_attention_reference(
 
 @jit
 def _list_kernel(
-    query_start: Any, lane_out: Any, first_out: Any, lanes: Any, count: Any,
+    query_start: Arg, lane_out: Arg, first_out: Arg, lanes: Arg, count: Arg,
     QUERIES: tl.constexpr, LEAST: tl.constexpr, LANES: tl.constexpr, TILES: tl.constexpr, PDL: tl.constexpr,
 ) -> None:
     tile = tl.program_id(0) * TILES + tl.arange(0, TILES)
@@ -175,9 +185,9 @@ def _list_kernel(
 
 @jit
 def _varlen_kernel(
-    q: Any, out: Any, keys: Any, values: Any, tile_lane: Any, tile_first: Any, rows: Any, lengths: Any,
-    query_start: Any, blocks: Any, scale: Any, soft_cap: Any, v_scale: Any,
-    token_stride: Any, head_stride: Any, out_token_stride: Any, out_head_stride: Any, blocks_stride: Any,
+    q: Arg, out: Arg, keys: Arg, values: Arg, tile_lane: Arg, tile_first: Arg, rows: Arg, lengths: Arg,
+    query_start: Arg, blocks: Arg, scale: Arg, soft_cap: Arg, v_scale: Arg,
+    token_stride: Arg, head_stride: Arg, out_token_stride: Arg, out_head_stride: Arg, blocks_stride: Arg,
     KV_HEADS: tl.constexpr, GROUP: tl.constexpr, ROWS: tl.constexpr, QUERIES: tl.constexpr,
     HEAD: tl.constexpr, HEAD_PAD: tl.constexpr, BLOCK_SIZE: tl.constexpr, TILE: tl.constexpr,
     WINDOW: tl.constexpr, CAPPED: tl.constexpr, PDL: tl.constexpr,
@@ -228,17 +238,20 @@ def _varlen_kernel(
 
 @jit
 def _attend_tiles(
-    begin: Any, end: Any, length: Any, position: Any, q_tile: Any, top: Any, total: Any, acc: Any,
-    keys: Any, values: Any, block_row: Any, kv_head: Any, column: Any, scale: Any, soft_cap: Any,
+    begin: Arg, end: Arg, length: Arg, position: Arg, q_tile: Arg, top: Arg, total: Arg, acc: Arg,
+    keys: Arg, values: Arg, block_row: Arg, kv_head: Arg, column: Arg, scale: Arg, soft_cap: Arg,
     KV_HEADS: tl.constexpr, HEAD: tl.constexpr, BLOCK_SIZE: tl.constexpr, TILE: tl.constexpr,
     WINDOW: tl.constexpr, CAPPED: tl.constexpr, MASKED: tl.constexpr,
 ) -> Any:
-    """Online softmax over the keys of tiles begin .. end - 1."""
+    """Online softmax over the keys of tiles begin .. end - 1. Block ids are read a tile ahead; see
+    decode_attention."""
+    key = begin * TILE + tl.arange(0, TILE)
+    block = tl.load(block_row + key // BLOCK_SIZE, mask=key < length, other=0)
     for tile in range(begin, end):
         key = tile * TILE + tl.arange(0, TILE)
         stored = key < length if MASKED else key >= 0
-        block = tl.load(block_row + key // BLOCK_SIZE, mask=stored, other=0).to(tl.int64)
-        place = ((block * KV_HEADS + kv_head) * BLOCK_SIZE + key % BLOCK_SIZE) * HEAD
+        place = ((block.to(tl.int64) * KV_HEADS + kv_head) * BLOCK_SIZE + key % BLOCK_SIZE) * HEAD
+        block = tl.load(block_row + (key + TILE) // BLOCK_SIZE, mask=key + TILE < length, other=0)
         at = place[:, None] + column
         inside = stored[:, None] & (column < HEAD)
         k_tile = tl.load(keys + at, mask=inside, other=0.0).to(q_tile.dtype)
