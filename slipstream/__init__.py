@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from slipstream.api import (
         LLM,
+        AsyncLLM,
         BadRequest,
         CompletionOutput,
         EngineArgs,
@@ -30,6 +31,7 @@ if TYPE_CHECKING:
 
 __all__ = [
     "LLM",
+    "AsyncLLM",
     "BadRequest",
     "CompletionOutput",
     "EngineArgs",

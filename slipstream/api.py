@@ -2,6 +2,7 @@
 
 from slipstream.config.args import EngineArgs
 from slipstream.contracts.sampling_params import RequestOutputKind, SamplingParams
+from slipstream.engine.async_llm import AsyncLLM
 from slipstream.engine.input_processor import TextPrompt, TokensPrompt
 from slipstream.engine.llm import LLM
 from slipstream.engine.outputs import CompletionOutput, Logprob, RequestOutput
@@ -9,6 +10,7 @@ from slipstream.errors import BadRequest, EngineDeadError, EngineError
 
 __all__ = [
     "LLM",
+    "AsyncLLM",
     "BadRequest",
     "CompletionOutput",
     "EngineArgs",

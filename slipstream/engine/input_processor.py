@@ -11,11 +11,12 @@ from typing import Any, NotRequired, TypedDict
 
 import numpy as np
 
+from slipstream.config.args import EngineArgs
 from slipstream.contracts.errors import BadRequest
 from slipstream.contracts.limits import MAX_END_TOKEN_IDS, check_request
 from slipstream.contracts.sampling_params import SamplingParams
 from slipstream.engine.client import EngineInfo
-from slipstream.text.tokenizer import Tokenizer
+from slipstream.text.tokenizer import Tokenizer, load_tokenizer
 
 Array = np.ndarray
 _CACHED_WORDS = 4096
@@ -123,6 +124,11 @@ class InputProcessor:
         spaced = tuple(self._tokenizer.encode(" " + bare, add_special_tokens=False))
         another = len(spaced) == len(plain) and spaced[0] != plain[0]
         return [plain, spaced] if another else [plain]
+
+
+def open_tokenizer(args: EngineArgs) -> Tokenizer | None:
+    """The tokenizer that the flags name; None with skip_tokenizer_init. Raises ValueError."""
+    return None if args.skip_tokenizer_init else load_tokenizer(args.tokenizer or args.model)
 
 
 def mix_seed(seed: int, index: int) -> int:

@@ -13,7 +13,7 @@ from slipstream.config.args import EngineArgs
 from slipstream.contracts.errors import EngineError
 from slipstream.contracts.sampling_params import RequestOutputKind, SamplingParams
 from slipstream.engine.client import EngineClient
-from slipstream.engine.input_processor import InputProcessor, Prompt
+from slipstream.engine.input_processor import InputProcessor, Prompt, open_tokenizer
 from slipstream.engine.output_processor import OutputProcessor
 from slipstream.engine.outputs import RequestOutput
 from slipstream.engine.progress import Progress
@@ -135,15 +135,6 @@ class LLM:
     def close(self) -> None:
         """End the engine and free its memory; otherwise done when the LLM is no longer used."""
         self._close()
-
-
-def open_tokenizer(args: EngineArgs) -> Tokenizer | None:
-    """The tokenizer that the flags name. Raises ValueError."""
-    if args.skip_tokenizer_init:
-        return None
-    from slipstream.text.tokenizer import load_tokenizer
-
-    return load_tokenizer(args.tokenizer or args.model)
 
 
 def _open_engine(args: EngineArgs) -> EngineClient:

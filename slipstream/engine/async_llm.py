@@ -1,0 +1,162 @@
+"""AsyncLLM: requests as async generators on an event loop; the engine runs in a process of its own."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncGenerator, Iterable
+from typing import Protocol
+
+from slipstream.config.args import EngineArgs
+from slipstream.contracts.errors import EngineDeadError, EngineError
+from slipstream.contracts.outputs import EngineStats
+from slipstream.contracts.sampling_params import SamplingParams
+from slipstream.engine.client import EngineClient, EngineInfo
+from slipstream.engine.input_processor import InputProcessor, Prompt, open_tokenizer
+from slipstream.engine.output_processor import OutputProcessor
+from slipstream.engine.outputs import RequestOutput
+from slipstream.engine.request_state import RequestState
+from slipstream.observe.log import get_logger
+from slipstream.text.tokenizer import Tokenizer
+
+log = get_logger(__name__)
+
+
+class SelectableClient(EngineClient, Protocol):
+    """An engine that an event loop can wait for."""
+
+    def filenos(self) -> tuple[int, ...]:
+        """Descriptors that become readable when receive(0) may have news."""
+        ...
+
+
+class AsyncLLM:
+    """A running engine. Everything here belongs to the thread of one event loop at a time.
+
+    stats: the engine's state after the last step that the loop has heard of.
+    """
+
+    def __init__(self, client: SelectableClient, tokenizer: Tokenizer | None, seed: int = 0) -> None:
+        self.info: EngineInfo = client.info
+        self.stats = EngineStats(
+            free_blocks=client.info.limits.num_blocks, num_blocks=client.info.limits.num_blocks
+        )
+        self._client = client
+        self._tokenizer = tokenizer
+        self._inputs = InputProcessor(tokenizer, client.info, seed)
+        self._outputs = OutputProcessor(tokenizer)
+        self._wake: dict[RequestState, asyncio.Event] = {}
+        self._loop: asyncio.AbstractEventLoop | None = None
+        self._dead: str | None = None
+
+    @classmethod
+    def from_engine_args(cls, args: EngineArgs) -> AsyncLLM:
+        """Start an engine process; returns when it is ready. Raises ValueError for what cannot be honoured,
+        EngineError where the engine fails to start."""
+        from slipstream.engine.process_client import ProcessClient
+
+        tokenizer = open_tokenizer(args)
+        return cls(ProcessClient(args), tokenizer, args.seed)
+
+    async def generate(
+        self, prompt: Prompt, sampling_params: SamplingParams, request_id: str, priority: int = 0
+    ) -> AsyncGenerator[RequestOutput, None]:
+        """Outputs of one request as they come; the last one is `finished`. Closing the generator aborts.
+
+        A reader that falls behind gets several steps in one output. Requests of one request_id are strangers
+        to each other, but abort() ends all of them. Raises BadRequest, EngineError where this request fails,
+        EngineDeadError where the engine does.
+        """
+        self._listen()
+        self._check()
+        prepared = self._inputs.prepare(prompt, sampling_params, priority)
+        state = self._outputs.open(request_id, prepared)
+        wake = self._wake[state] = asyncio.Event()
+        try:
+            self._client.add(state.engine_requests())
+            while True:
+                await wake.wait()
+                wake.clear()
+                self._check()
+                if state.error is not None:
+                    raise EngineError(state.error)
+                if (output := state.take()) is not None:
+                    yield output
+                    if output.finished:
+                        return
+        finally:
+            del self._wake[state]
+            self._end([state])
+
+    async def abort(self, request_id: str) -> None:
+        """End the live requests of this id: their generators give a last output, with finish_reason
+        "abort"."""
+        states = [state for state in self._wake if state.request_id == request_id]
+        self._end(states)
+        for state in states:
+            self._wake[state].set()
+
+    def _end(self, states: Iterable[RequestState]) -> None:
+        keys = self._outputs.close(states)
+        if keys and self._dead is None:
+            self._client.abort(keys)
+
+    def _listen(self) -> None:
+        """Wait for the engine on the running loop."""
+        loop = asyncio.get_running_loop()
+        if self._loop is loop or self._dead is not None:
+            return
+        self._deafen()
+        self._loop = loop
+        for fileno in self._client.filenos():
+            loop.add_reader(fileno, self._read)
+        loop.call_soon(self._read)  # the descriptors tell of changes only
+
+    def _deafen(self) -> None:
+        if self._loop is not None and not self._loop.is_closed():
+            for fileno in self._client.filenos():
+                self._loop.remove_reader(fileno)
+        self._loop = None
+
+    def _read(self) -> None:
+        """Take what the engine has sent."""
+        try:
+            while self._dead is None and (outputs := self._client.receive(0)) is not None:
+                self.stats = outputs.stats
+                ready, stopped = self._outputs.process(outputs)
+                if stopped:
+                    self._client.abort(stopped)
+                for state in ready:
+                    self._wake[state].set()
+        except EngineDeadError as error:
+            log.error("engine is gone", reason=str(error))
+            self._die(str(error))
+        except Exception as error:
+            # Streams that nobody feeds any more must end, not hang.
+            log.exception("outputs could not be read")
+            self._die(f"outputs could not be read: {error!r}")
+
+    def _die(self, reason: str) -> None:
+        self._deafen()
+        self._dead = reason
+        for wake in self._wake.values():
+            wake.set()
+
+    def _check(self) -> None:
+        if self._dead is not None:
+            raise EngineDeadError(self._dead)
+
+    @property
+    def errored(self) -> bool:
+        """True once the engine takes no requests any more."""
+        self._read()
+        return self._dead is not None
+
+    def get_tokenizer(self) -> Tokenizer | None:
+        """None with skip_tokenizer_init."""
+        return self._tokenizer
+
+    def shutdown(self) -> None:
+        """End the engine; requests that run raise EngineDeadError. May be called again."""
+        if self._dead is None:
+            self._die("the engine was shut down")
+        self._client.close()

@@ -1,0 +1,139 @@
+"""The engine behind a socket: starts its process, talks to it, notices its end."""
+
+from __future__ import annotations
+
+import logging
+import os
+import socket
+import subprocess
+import sys
+import tempfile
+from collections.abc import Sequence
+from pathlib import Path
+
+import zmq
+
+from slipstream.config.args import EngineArgs
+from slipstream.contracts.errors import EngineDeadError, EngineError
+from slipstream.contracts.outputs import EngineOutputs
+from slipstream.contracts.request import EngineRequest
+from slipstream.engine import wire
+from slipstream.engine.client import EngineInfo
+from slipstream.engine.engine_process import LENGTH
+from slipstream.observe.log import ROOT
+
+_LAST_WORDS_MS = 300  # a message may still be on its way when the process has ended
+_CLOSE_SECONDS = 20.0  # for the steps in flight and the trace
+
+
+class ProcessClient:
+    """An EngineClient. add and abort belong to one thread, receive to one thread; close to any once both are
+    done. The engine ends with this process, however that ends.
+
+    Raises what the engine raised where it cannot start: ValueError with its text, else EngineError.
+    """
+
+    def __init__(self, args: EngineArgs) -> None:
+        # Only this user may enter: whoever can connect could run requests.
+        self._folder = tempfile.TemporaryDirectory(prefix="slipstream-")
+        self._context = zmq.Context()
+        self._to_engine = self._context.socket(zmq.PUSH)
+        self._from_engine = self._context.socket(zmq.PULL)
+        for end in (self._to_engine, self._from_engine):
+            end.set_hwm(0)
+        # The sender connects: then its queue exists before, and outlives, the other side, and no send waits.
+        self._to_engine.connect(wire.address(self._folder.name, "in"))
+        self._from_engine.bind(wire.address(self._folder.name, "out"))
+        self._lifeline, theirs = socket.socketpair()
+        with theirs:
+            self._process = _spawn(theirs.fileno())
+        self._poller = zmq.Poller()
+        self._poller.register(self._from_engine, zmq.POLLIN)
+        self._poller.register(self._lifeline.fileno(), zmq.POLLIN)
+        self._outputs = wire.decoder(EngineOutputs)
+        self._closed = False
+        try:
+            start = wire.encode(wire.Start(args, self._folder.name, _log_level()))
+            self._lifeline.sendall(LENGTH.pack(len(start)) + start)
+            self.info = self._wait_until_ready()
+        except BaseException:
+            self._lifeline.close()  # an engine that still loads does not listen
+            self.close()
+            raise
+
+    def _wait_until_ready(self) -> EngineInfo:
+        message = self._next(None)
+        assert message is not None
+        kind, body = message
+        if kind == wire.FAILED:
+            failure: wire.Failure = wire.decoder(wire.Failure)(body)
+            raise ValueError(failure.text) if failure.users else EngineError(failure.text)
+        info: EngineInfo = wire.decoder(EngineInfo)(body)
+        return info
+
+    def add(self, requests: Sequence[EngineRequest]) -> None:
+        self._to_engine.send_multipart((wire.ADD, wire.encode(requests)))
+
+    def abort(self, keys: Sequence[int]) -> None:
+        if keys:
+            self._to_engine.send_multipart((wire.ABORT, wire.encode(keys)))
+
+    def receive(self, timeout: float | None = None) -> EngineOutputs | None:
+        """Raises EngineDeadError with what is known of the cause."""
+        message = self._next(timeout)
+        if message is None:
+            return None
+        kind, body = message
+        if kind == wire.FAILED:
+            raise EngineDeadError(f"the engine failed: {wire.decoder(wire.Failure)(body).text}")
+        outputs: EngineOutputs = self._outputs(body)
+        return outputs
+
+    def filenos(self) -> tuple[int, ...]:
+        """Descriptors that become readable when receive(0) may have news. They tell of changes only: after
+        each, receive until None."""
+        return int(self._from_engine.get(zmq.FD)), self._lifeline.fileno()
+
+    def _next(self, timeout: float | None) -> Sequence[bytes] | None:
+        if self._closed:
+            raise EngineDeadError("the engine was shut down")
+        ready = dict(self._poller.poll(None if timeout is None else int(timeout * 1000)))
+        if self._from_engine in ready or (ready and self._from_engine.poll(_LAST_WORDS_MS)):
+            message: list[bytes] = self._from_engine.recv_multipart()
+            return message
+        if not ready:
+            return None
+        code = self._process.wait(_CLOSE_SECONDS)
+        how = f"by signal {-code}" if code < 0 else f"with exit code {code}"
+        raise EngineDeadError(f"the engine process ended {how}")
+
+    def close(self) -> None:
+        """Let the engine finish its steps and write its trace; then nothing of it is left."""
+        if self._closed:
+            return
+        self._closed = True
+        self._to_engine.send_multipart((wire.CLOSE, b""))
+        try:
+            self._process.wait(_CLOSE_SECONDS)
+        except subprocess.TimeoutExpired:
+            self._process.kill()
+            self._process.wait()
+        self._lifeline.close()
+        self._context.destroy(linger=0)
+        self._folder.cleanup()
+
+
+def _spawn(fileno: int) -> subprocess.Popen[bytes]:
+    """A fresh interpreter that imports from where this one does, but not this one's main module."""
+    root = str(Path(__file__).parents[2])
+    environment = os.environ | {"PYTHONPATH": os.pathsep.join([*filter(None, sys.path), root])}
+    return subprocess.Popen(
+        [sys.executable, "-P", "-m", "slipstream.engine.engine_process", str(fileno)],
+        pass_fds=(fileno,), stdin=subprocess.DEVNULL, env=environment,
+    )
+
+
+def _log_level() -> str | None:
+    """What our loggers are set to here; None where nobody listens."""
+    root = logging.getLogger(ROOT)
+    return logging.getLevelName(root.getEffectiveLevel()) if root.hasHandlers() else None
