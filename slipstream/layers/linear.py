@@ -9,6 +9,7 @@ inputs.
 from __future__ import annotations
 
 import functools
+import math
 import platform
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -20,8 +21,9 @@ import torch.nn.functional as F
 Tensor = torch.Tensor
 
 HALF_MAX = 65504.0
-# FBGEMM splits a batch into pieces of at most this many rows before it chooses row groups.
-FBGEMM_ROWS = 120
+# FBGEMM splits a batch into pieces of at most this many rows, and a piece into groups of a few.
+PIECE_ROWS = 120
+MAX_PADDING = 8
 
 
 class Linear(Protocol):
@@ -32,45 +34,48 @@ class Linear(Protocol):
     def __call__(self, x_MK: Tensor) -> Tensor: ...
 
 
-class HalfRangeError(ValueError):
-    """A weight that float16 cannot hold; the caller chooses again without FBGEMM."""
+Make = Callable[[Tensor, Tensor | None], Linear]
 
 
 @dataclass(frozen=True, slots=True)
 class LinearBackend:
-    """A choice. activation_dtype: what goes in and comes out. make(weight_NK, bias_N or None, name) packs one
-    layer.
-
-    even_rows(M): the least count of rows, at least M, at which every row's result is the same, bit for bit,
-    in any batch. A caller that pads its rows to it gets answers that do not depend on who else is in the
-    step.
+    """A choice. activation_dtype: what goes in and comes out. max_weight: the largest magnitude a weight may
+    have. make(weight_NK, bias_N or None) packs one layer. padding: rows to add to 1, 2, ... rows.
     """
 
     name: str
     reason: str
     activation_dtype: torch.dtype
-    make: Callable[[Tensor, Tensor | None, str], Linear]
-    even_rows: Callable[[int], int]
+    make: Make
+    max_weight: float = math.inf
+    padding: tuple[int, ...] = (0,) * PIECE_ROWS
+
+    def even_rows(self, rows: int) -> int:
+        """The least count, at least rows, at which every row's result is the same, bit for bit, in any batch.
+        A caller that pads to it gets answers that do not depend on who else is in the step. rows itself where
+        the backend promises nothing."""
+        return rows + self.padding[(rows - 1) % PIECE_ROWS]
 
 
 def choose_linear(dtype: torch.dtype, device: torch.device, refused: str = "") -> LinearBackend:
-    """The backend for weights of dtype on device. refused: why FBGEMM cannot be used, after a
-    HalfRangeError."""
+    """The backend for weights of dtype on device. refused: why FBGEMM, which would be chosen, cannot be
+    used."""
     kind = str(dtype).removeprefix("torch.")
     x86 = device.type == "cpu" and platform.machine().lower() in ("x86_64", "amd64")
     if x86 and dtype is torch.float32 and torch.backends.mkldnn.enabled:
         reason = "float32 on an x86 CPU: oneDNN with packed weights"
-        return LinearBackend("onednn", reason, dtype, _OnednnLinear, _even_rows_onednn)
+        return LinearBackend("onednn", reason, dtype, _OnednnLinear, padding=_row_padding(_OnednnLinear))
     fbgemm = x86 and "fbgemm" in torch.backends.quantized.supported_engines
     if fbgemm and dtype in (torch.bfloat16, torch.float16) and not refused:
         reason = f"{kind} on an x86 CPU: FBGEMM, float16 packed weights with float32 activations"
-        return LinearBackend("fbgemm", reason, torch.float32, _FbgemmLinear, _even_rows_fbgemm)
+        padding = _row_padding(_FbgemmLinear)
+        return LinearBackend("fbgemm", reason, torch.float32, _FbgemmLinear, HALF_MAX, padding)
     reason = f"F.linear in {kind} on {device.type}" + (f": {refused}" if refused else "")
-    return LinearBackend("torch", reason, dtype, _TorchLinear, _any_rows)
+    return LinearBackend("torch", reason, dtype, _TorchLinear)
 
 
 class _TorchLinear:
-    def __init__(self, weight_NK: Tensor, bias_N: Tensor | None, name: str) -> None:
+    def __init__(self, weight_NK: Tensor, bias_N: Tensor | None) -> None:
         self.weight_NK, self.bias_N = weight_NK, bias_N
         self.num_bytes = weight_NK.nbytes + (0 if bias_N is None else bias_N.nbytes)
 
@@ -81,7 +86,7 @@ class _TorchLinear:
 class _OnednnLinear:
     """float32 weights in the order that oneDNN's kernel reads; the plain copy is not kept."""
 
-    def __init__(self, weight_NK: Tensor, bias_N: Tensor | None, name: str) -> None:
+    def __init__(self, weight_NK: Tensor, bias_N: Tensor | None) -> None:
         self.bias_N = bias_N
         self.packed = torch.ops.mkldnn._reorder_linear_weight(weight_NK.contiguous(), 16)
         self.num_bytes = weight_NK.nbytes + (0 if bias_N is None else bias_N.nbytes)
@@ -95,10 +100,7 @@ class _FbgemmLinear:
     """float16 weights, packed. A bfloat16 weight w is exact where |w| >= 2^-14, else within 2^-25
     (subnormals)."""
 
-    def __init__(self, weight_NK: Tensor, bias_N: Tensor | None, name: str) -> None:
-        largest = weight_NK.abs().max().item()
-        if not largest <= HALF_MAX:
-            raise HalfRangeError(f"{name} holds a weight of {largest:g}, beyond float16's {HALF_MAX:g}")
+    def __init__(self, weight_NK: Tensor, bias_N: Tensor | None) -> None:
         bias_N = None if bias_N is None else bias_N.float()
         self.packed = torch.ops.quantized.linear_prepack_fp16(weight_NK.float(), bias_N)
         self.num_bytes = 2 * weight_NK.numel() + (0 if bias_N is None else bias_N.nbytes)
@@ -108,35 +110,27 @@ class _FbgemmLinear:
         return y_MN
 
 
-def _any_rows(rows: int) -> int:
-    return rows
-
-
-def _even_rows_onednn(rows: int) -> int:
-    return _next_even(rows, _probe(_OnednnLinear))
-
-
-def _even_rows_fbgemm(rows: int) -> int:
-    return _next_even(rows, _probe(_FbgemmLinear))
-
-
-def _next_even(rows: int, uneven: frozenset[int]) -> int:
-    whole, rest = divmod(rows - 1, FBGEMM_ROWS)
-    rest += 1
-    while rest in uneven or (whole and rest + FBGEMM_ROWS in uneven):
-        rest += 1
-    return whole * FBGEMM_ROWS + rest
-
-
 @functools.cache
-def _probe(make: Callable[[Tensor, Tensor | None, str], Linear]) -> frozenset[int]:
-    """Counts of rows, up to two pieces, at which some row differs from its result in a large batch: kernels
-    for one or two left-over rows add in another order. Found by trying, since it depends on the processor
-    (about 10 ms)."""
+def _row_padding(make: Make) -> tuple[int, ...]:
+    """Rows to add to 1 .. PIECE_ROWS rows, so that no row differs from its result in a large batch.
+
+    Kernels for one or two left-over rows may add in another order. Which counts leave such rows depends on
+    the processor, so it is found by trying. No padding at all where that would take many rows.
+    """
     draw = torch.Generator().manual_seed(0)
-    with torch.inference_mode():
-        linear = make(torch.randn(48, 80, generator=draw), None, "probe")
-        x_MK = torch.randn(4 * FBGEMM_ROWS, 80, generator=draw)
-        y_MN = linear(x_MK)
-        counts = range(1, 2 * FBGEMM_ROWS + 1)
-        return frozenset(m for m in counts if not torch.equal(linear(x_MK[:m]), y_MN[:m]))
+    threads = torch.get_num_threads()
+    # The order of additions does not depend on threads, but hundreds of tiny calls would wait for them.
+    torch.set_num_threads(1)
+    try:
+        with torch.inference_mode():
+            linear = make(torch.randn(48, 80, generator=draw), None)
+            x_MK = torch.randn(4 * PIECE_ROWS, 80, generator=draw)
+            y_MN = linear(x_MK)
+            even = [torch.equal(linear(x_MK[: m + 1]), y_MN[: m + 1]) for m in range(3 * PIECE_ROWS)]
+    finally:
+        torch.set_num_threads(threads)
+    # Counts a piece apart behave alike, except where a piece is too small to split: both must be even.
+    good = [m for m in range(2 * PIECE_ROWS) if even[m] and even[m + PIECE_ROWS]]
+    never = 3 * PIECE_ROWS
+    padding = [min((m for m in good if m >= m0), default=never) - m0 for m0 in range(PIECE_ROWS)]
+    return tuple(padding) if max(padding) <= MAX_PADDING else (0,) * PIECE_ROWS

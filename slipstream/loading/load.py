@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import math
 from pathlib import Path
 
 import torch
 
 from slipstream.config.model import ModelSpec
-from slipstream.layers.linear import HalfRangeError, choose_linear
+from slipstream.layers.linear import LinearBackend, choose_linear
 from slipstream.loading.gguf_file import is_gguf, open_gguf
 from slipstream.loading.gguf_spec import read_gguf_spec
 from slipstream.loading.hf_config import read_hf_spec
@@ -62,14 +63,30 @@ def load_model(
         source = _stored(Path(path).expanduser(), spec, device, load_format)
         _check_weights(source.shapes, shapes, str(path))
 
-    def weight(name: str) -> Tensor:
-        return source.get(name).to(device, dtype)
+    def build(linear: LinearBackend) -> Model:
+        def weight(name: str) -> Tensor:
+            tensor = source.get(name).to(device, dtype)
+            if tensor.dim() == 2 and linear.max_weight < math.inf:
+                _check_range(name, tensor, linear.max_weight)
+            return tensor
+
+        return model_class(spec, weight, linear, device)
 
     with torch.inference_mode():
         try:
-            return model_class(spec, weight, choose_linear(dtype, device), device)
-        except HalfRangeError as error:
-            return model_class(spec, weight, choose_linear(dtype, device, refused=str(error)), device)
+            return build(choose_linear(dtype, device))
+        except _RangeError as error:
+            return build(choose_linear(dtype, device, refused=str(error)))
+
+
+class _RangeError(ValueError):
+    """A weight that the chosen linear backend cannot hold."""
+
+
+def _check_range(name: str, tensor: Tensor, limit: float) -> None:
+    largest = tensor.abs().max().item()
+    if not largest <= limit:
+        raise _RangeError(f"{name} holds a weight of {largest:g}, beyond {limit:g}")
 
 
 def _stored(path: Path, spec: ModelSpec, device: torch.device, load_format: str) -> WeightSource:

@@ -76,7 +76,7 @@ class Decoder:
         self._layers = [self._layer(spec, prefix, weight) for prefix in prefixes]
         self._final_norm = self._norm(spec, names.final_norm, weight)
         head_VH = embed_VH if spec.tie_word_embeddings else weight(names.lm_head + ".weight")
-        self._lm_head = linear.make(head_VH, None, names.lm_head)
+        self._lm_head = linear.make(head_VH, None)
         self._rotary = Rotary(spec.rope, spec.max_model_len, device)
         shared = embed_VH.nbytes if spec.tie_word_embeddings and linear.name == "torch" else 0
         parts = [getattr(layer, field.name) for layer in self._layers for field in fields(Layer)]
@@ -115,7 +115,7 @@ class Decoder:
         def linear(modules: tuple[str, ...], bias: bool) -> Linear:
             joined = torch.cat([weight(f"{prefix}{module}.weight") for module in modules])
             biases = torch.cat([weight(f"{prefix}{module}.bias") for module in modules]) if bias else None
-            return self._linear.make(joined, biases, prefix + modules[0])
+            return self._linear.make(joined, biases)
 
         return Layer(
             attention_norm=self._norm(spec, prefix + names.attention_norm, weight),
