@@ -132,7 +132,7 @@ class PagedTorchStep:
         q_LHD = q_THD[:lanes] if group.lane_L is None else q_THD.index_select(0, group.lane_L)
         k_LGSD, v_LGSD = self._backend.gather(layer, group.block_LB, q_THD.dtype)
         # The queries of a KV head's group stand in for a query axis: no copy of K and V for each head.
-        q_LGQD = q_LHD.unflatten(1, (shape.num_kv_heads, -1))
+        q_LGQD = q_LHD.view(lanes, shape.num_kv_heads, -1, q_LHD.shape[2])
         mask = self._mask(number, shape.window, group.position_L1, group.length_L1, group.key_S)
         out_LHD = _attend(q_LGQD, k_LGSD, v_LGSD, mask[:, None, None], False, shape).flatten(1, 2)
         if group.lane_L is None:

@@ -11,9 +11,9 @@ class RopeSpec:
     """Rotary embedding. kind is the scaling rule; the numbers are those of Hugging Face's rope_scaling, where
     used.
 
-    theta: base; rotary_dim: dimensions of a head that turn; original_max_position: trained length, for llama3, yarn
-    and dynamic scaling. divisors: a number for each of the rotary_dim / 2 frequencies to be divided by, where a GGUF
-    file states its scaling so.
+    theta: base; rotary_dim: dimensions of a head that turn; original_max_position: trained length, for
+    llama3, yarn and dynamic scaling. divisors: a number for each of the rotary_dim / 2 frequencies to be
+    divided by, where a GGUF file states its scaling so.
     """
 
     theta: float

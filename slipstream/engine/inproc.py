@@ -24,7 +24,8 @@ class InprocClient:
         self.core.abort(keys)
 
     def receive(self, timeout: float | None = None) -> EngineOutputs | None:
-        """One step's outputs; None where there is no work. A step is never cut short, whatever the timeout."""
+        """One step's outputs; None where there is no work. A step is never cut short, whatever the
+        timeout."""
         return self.core.step() if self.core.has_work else None
 
     def close(self) -> None:

@@ -49,8 +49,12 @@ class Tracer:
             )
         self._path.write_text(json.dumps({"traceEvents": out, "displayTimeUnit": "ms"}))
         ahead, steady = steps_ahead(out)
-        log.info("trace: %s, next step submitted before a result was read in %d of %d steady steps",
-                 self._path, ahead, steady)
+        log.info(
+            "trace: %s, next step submitted before a result was read in %d of %d steady steps",
+            self._path,
+            ahead,
+            steady,
+        )
 
 
 def steps_ahead(events: list[dict[str, Any]]) -> tuple[int, int]:
@@ -60,7 +64,9 @@ def steps_ahead(events: list[dict[str, Any]]) -> tuple[int, int]:
     read = {e["args"]["step"]: e["ts"] for e in events if e["name"] == "apply"}
     steady = [s for s, e in submitted.items() if s in read and not e["args"]["changed"]]
     ahead = [
-        s for s in steady if s + 1 in submitted and submitted[s + 1]["ts"] + submitted[s + 1]["dur"] <= read[s]
+        s
+        for s in steady
+        if s + 1 in submitted and submitted[s + 1]["ts"] + submitted[s + 1]["dur"] <= read[s]
     ]
     return len(ahead), len(steady)
 

@@ -134,21 +134,21 @@ class CudaEvent:
         return self._value
 
     def done(self) -> bool:
-        return self._event.query()
+        return bool(self._event.query())  # type: ignore[no-untyped-call]
 
 
 class CudaStream:
     """A CUDA stream: the caller's thread launches, the device executes in order."""
 
     def __init__(self, device: torch.device) -> None:
-        self._stream = torch.cuda.Stream(device)
+        self._stream = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
 
     @torch.inference_mode()
     def submit(self, work: Callable[[], Any]) -> CudaEvent:
         begin = time.perf_counter()
         with torch.cuda.stream(self._stream):
             value = work()
-            event = torch.cuda.Event()
+            event = torch.cuda.Event()  # type: ignore[no-untyped-call]
             event.record(self._stream)
         return CudaEvent(value, event, begin)
 

@@ -7,7 +7,6 @@ from dataclasses import dataclass
 
 import numpy as np
 import torch
-from slipstream.sampling.pipeline import Pipeline, default_features
 
 from slipstream.attention.paged_torch import PagedTorchAttention
 from slipstream.config.plan import EnginePlan
@@ -18,6 +17,7 @@ from slipstream.rows.table import RowTable
 from slipstream.runner.lanes import LOGPROBS
 from slipstream.runner.memory import PROFILE_TOKENS, MemoryPlan, measure_peak, size_kv_pool
 from slipstream.runner.runner import ModelRunner
+from slipstream.sampling.pipeline import Pipeline, default_features
 
 log = logging.getLogger("slipstream.runner")
 
@@ -98,4 +98,3 @@ def _padding_plan(row: int, tokens: int) -> StepPlan:
         lanes_changed=True,
         len_bound=tokens,
     )
-

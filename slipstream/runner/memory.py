@@ -71,8 +71,8 @@ def size_kv_pool(plan: EnginePlan, weights: int, activations: int, bytes_per_blo
     if blocks < 2:
         mib = f"weights {weights / 2**20:,.0f} MiB and activations {activations / 2**20:,.0f} MiB"
         raise ValueError(
-            f"--gpu-memory-utilization={plan.args.gpu_memory_utilization}: {mib} leave no room for KV blocks of "
-            f"{bytes_per_block} bytes; raise it, or lower --max-num-batched-tokens"
+            f"--gpu-memory-utilization={plan.args.gpu_memory_utilization}: {mib} leave no room for KV blocks "
+            f"of {bytes_per_block} bytes; raise it, or lower --max-num-batched-tokens"
         )
     return MemoryPlan(weights, activations, blocks * bytes_per_block, blocks, total)
 

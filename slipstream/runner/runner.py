@@ -9,11 +9,10 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 import numpy as np
-from slipstream.models.base import Model
-from slipstream.sampling.pipeline import Pipeline
 
 from slipstream.attention.protocol import AttentionBackend
 from slipstream.contracts.step import Admission, StepPlan
+from slipstream.models.base import Model
 from slipstream.rows.doors import OutRecord, Ring
 from slipstream.rows.stream import Stream
 from slipstream.rows.table import RowTable
@@ -21,6 +20,7 @@ from slipstream.runner.handle import StepHandle
 from slipstream.runner.lanes import LaneSet, prompt_scores, stage_lanes
 from slipstream.runner.mirror import RowMirror
 from slipstream.runner.tick import StepWork, Tick
+from slipstream.sampling.pipeline import Pipeline
 
 
 class ModelRunner:

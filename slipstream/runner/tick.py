@@ -10,17 +10,17 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 import torch
-from slipstream.kernels.logprobs import token_logprobs
-from slipstream.models.base import Model
-from slipstream.sampling.pipeline import Pipeline
 
 from slipstream.attention.protocol import AttentionBackend, AttentionBatch
 from slipstream.kernels.commit import commit_step
+from slipstream.kernels.logprobs import token_logprobs
 from slipstream.kernels.step_inputs import StepInputs, build_step_inputs
+from slipstream.models.base import Model
 from slipstream.rows.columns import Array
 from slipstream.rows.doors import OutRecord, StagedWrites
 from slipstream.rows.table import RowTable
 from slipstream.runner.lanes import LOGPROBS, LaneSet, PromptScore
+from slipstream.sampling.pipeline import Pipeline
 from slipstream.sampling.protocol import SampleBatch
 
 Tensor = torch.Tensor

@@ -17,7 +17,8 @@ from slipstream.engine.plan import make_plan
 
 @dataclass
 class Collected:
-    """What came back of one request. num_logprobs: as it asked (others of its batch may have asked for more)."""
+    """What came back of one request. num_logprobs: as it asked (others of its batch may have asked for
+    more)."""
 
     num_logprobs: int | None = None
     tokens: list[int] = field(default_factory=list)
@@ -33,18 +34,34 @@ def make_core(model, **args) -> EngineCore:
     return EngineCore(make_plan(EngineArgs(model=str(model), device="cpu", **{**defaults, **args})))
 
 
-def make_request(core: EngineCore, key: int, prompt: Sequence[int], params: SamplingParams, seed: int = 0,
-                 bad_words=(), **fields) -> EngineRequest:
+def make_request(
+    core: EngineCore,
+    key: int,
+    prompt: Sequence[int],
+    params: SamplingParams,
+    seed: int = 0,
+    bad_words=(),
+    **fields,
+) -> EngineRequest:
     ends = tuple(params.stop_token_ids or ()) + (() if params.ignore_eos else core.info.end_token_ids)
     return EngineRequest(
-        key=key, prompt_token_ids=np.array(prompt, np.int32), params=params, seed=seed, end_token_ids=ends,
-        max_len=min(len(prompt) + params.max_tokens, core.info.limits.max_model_len), bad_word_token_ids=bad_words,
+        key=key,
+        prompt_token_ids=np.array(prompt, np.int32),
+        params=params,
+        seed=seed,
+        end_token_ids=ends,
+        max_len=min(len(prompt) + params.max_tokens, core.info.limits.max_model_len),
+        bad_word_token_ids=bad_words,
         **fields,
     )
 
 
-def run(core: EngineCore, requests: Sequence[EngineRequest], arrive_at: Mapping[int, int] | None = None,
-        abort_at: Mapping[int, int] | None = None) -> dict[int, Collected]:
+def run(
+    core: EngineCore,
+    requests: Sequence[EngineRequest],
+    arrive_at: Mapping[int, int] | None = None,
+    abort_at: Mapping[int, int] | None = None,
+) -> dict[int, Collected]:
     """Steps the engine until all is done. arrive_at, abort_at: key -> step number."""
     arrive_at, abort_at = arrive_at or {}, dict(abort_at or {})
     waiting = sorted(requests, key=lambda r: arrive_at.get(r.key, 0))

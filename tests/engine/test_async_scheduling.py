@@ -1,5 +1,7 @@
-"""Async scheduling shows in the engine's own trace: step N+1 is submitted before the result of step N is read."""
+"""Async scheduling shows in the engine's own trace: step N+1 is submitted before the result of step N is
+read."""
 
+import itertools
 import json
 
 import numpy as np
@@ -19,7 +21,9 @@ def trace_of(folder, path, **args):
     return json.loads(path.read_text())["traceEvents"]
 
 
-def test_the_next_step_is_submitted_before_a_result_is_read_in_99_percent_of_steady_steps(tiny_model, tmp_path):
+def test_the_next_step_is_submitted_before_a_result_is_read_in_99_percent_of_steady_steps(
+    tiny_model, tmp_path
+):
     ahead, steady = steps_ahead(trace_of(tiny_model("llama"), tmp_path / "async.json"))
     assert steady >= 140
     assert ahead >= 0.99 * steady
@@ -37,7 +41,7 @@ def test_the_trace_has_every_lane_and_no_step_overlaps_another_on_the_device(tin
     assert names == {"scheduler", "runner", "device", "output"}
     device = sorted((e["ts"], e["ts"] + e["dur"]) for e in events if e["name"] == "step")
     assert len(device) >= 150
-    assert all(end <= begin + 1e-3 for (_, end), (begin, _) in zip(device, device[1:], strict=False))
+    assert all(end <= begin + 1e-3 for (_, end), (begin, _) in itertools.pairwise(device))
 
 
 def test_a_trace_that_cannot_be_written_is_an_error_at_start(tiny_model, tmp_path):

@@ -1,5 +1,5 @@
-"""float32 logprobs of the whole engine against transformers: whole prefill, chunks of seven, decode, after a prefix
-hit, after preemption, and beyond the sliding window."""
+"""float32 logprobs of the whole engine against transformers: whole prefill, chunks of seven, decode, after a
+prefix hit, after preemption, and beyond the sliding window."""
 
 from __future__ import annotations
 
@@ -25,11 +25,14 @@ class Reference:
     """transformers' logprobs of a whole sequence."""
 
     def __init__(self, folder: Path) -> None:
-        self.model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32, attn_implementation="eager")
+        self.model = AutoModelForCausalLM.from_pretrained(
+            folder, dtype=torch.float32, attn_implementation="eager"
+        )
 
     @torch.inference_mode()
     def check(self, prompt: list[int], got: Collected) -> int:
-        """Compares every logprob that came back, prompt's and decoded ones; returns the count of positions."""
+        """Compares every logprob that came back, prompt's and decoded ones; returns the count of
+        positions."""
         sequence = torch.tensor([prompt + got.tokens])
         logprob_TV = self.model(sequence).logits[0].log_softmax(-1)
         scored = dict(got.prompt_logprobs)
@@ -42,8 +45,9 @@ class Reference:
 
 
 def ask(core, key, prompt, max_tokens=DECODE, prompt_logprobs=2):
-    params = SamplingParams(max_tokens=max_tokens, ignore_eos=True, temperature=0.0, logprobs=2,
-                            prompt_logprobs=prompt_logprobs)
+    params = SamplingParams(
+        max_tokens=max_tokens, ignore_eos=True, temperature=0.0, logprobs=2, prompt_logprobs=prompt_logprobs
+    )
     return make_request(core, key, prompt, params)
 
 
@@ -77,7 +81,9 @@ def test_every_family_and_rope_scaling_agrees_on_every_path(tiny_model, family, 
 
 @pytest.mark.parametrize("family", ["mistral", "qwen2"])
 def test_positions_beyond_the_sliding_window_agree(tiny_model, family):
-    window = dict(sliding_window=24) | (dict(use_sliding_window=True, max_window_layers=1) if family == "qwen2" else {})
+    window = dict(sliding_window=24) | (
+        dict(use_sliding_window=True, max_window_layers=1) if family == "qwen2" else {}
+    )
     check_all_paths(tiny_model(family, **window), 256, blocks_for_two=15)
 
 

@@ -1,5 +1,5 @@
-"""The main promise: a request's tokens do not depend on what runs beside it, how its prompt was cut, whether it was
-preempted, or how many steps were in flight."""
+"""The main promise: a request's tokens do not depend on what runs beside it, how its prompt was cut, whether
+it was preempted, or how many steps were in flight."""
 
 import numpy as np
 import pytest
@@ -40,8 +40,16 @@ def mixed(core, count):
         params = SamplingParams(max_tokens=int(rng.integers(12, 40)), **kind)
         bad_words = ((17,), (30, 31)) if key % 7 == 3 else ()
         for sample in range(3 if key % 10 == 9 else 1):
-            requests.append(make_request(core, 1000 * sample + key, prompt, params, seed=key * 31 + sample * 2**40,
-                                         bad_words=bad_words))
+            requests.append(
+                make_request(
+                    core,
+                    1000 * sample + key,
+                    prompt,
+                    params,
+                    seed=key * 31 + sample * 2**40,
+                    bad_words=bad_words,
+                )
+            )
         key += 1
     return requests
 
@@ -66,10 +74,13 @@ def alone(model):
 @pytest.mark.parametrize("chunk", [64, 512])
 @pytest.mark.parametrize("tight", [False, True])
 def test_tokens_are_those_of_the_request_alone(model, alone, asynchronous, chunk, tight):
-    """`chunk` bounds the tokens of a step: with 48 decoding rows beside it a prompt comes in pieces of 16 and fewer
-    under 64. A tight pool of 44 blocks of 4 tokens holds one to four requests, so they preempt each other."""
+    """`chunk` bounds the tokens of a step: with 48 decoding rows beside it a prompt comes in pieces of 16 and
+    fewer under 64. A tight pool of 44 blocks of 4 tokens holds one to four requests, so they preempt each
+    other."""
     pool = dict(num_gpu_blocks_override=44, block_size=4) if tight else dict(num_gpu_blocks_override=2000)
-    core = make_core(model, async_scheduling=asynchronous, max_num_batched_tokens=chunk, max_num_seqs=48, **pool)
+    core = make_core(
+        model, async_scheduling=asynchronous, max_num_batched_tokens=chunk, max_num_seqs=48, **pool
+    )
     requests = mixed(core, 200)
     rng = np.random.default_rng(chunk)
     got = run(core, requests, {r.key: int(rng.integers(0, 120)) for r in requests})

@@ -1,8 +1,9 @@
-"""Hypothesis drives the real scheduler, row table and CPU runner through every order of events that it can think of:
-arrivals, steps in flight, late results, aborts (at the last token, too), preemptions in a pool that is too small.
+"""Hypothesis drives the real scheduler, row table and CPU runner through every order of events that it can
+think of: arrivals, steps in flight, late results, aborts (at the last token, too), preemptions in a pool that
+is too small.
 
-It holds: one row a request for life; no row or block in two hands, leaked or freed twice; all free after the drain; and
-every finished request has the tokens that it has when served alone.
+It holds: one row a request for life; no row or block in two hands, leaked or freed twice; all free after the
+drain; and every finished request has the tokens that it has when served alone.
 """
 
 import tempfile
@@ -26,8 +27,15 @@ ALONE: dict[tuple, tuple] = {}
 
 
 def core_for(**args):
-    return make_core(MODEL, max_num_seqs=ROWS, num_gpu_blocks_override=BLOCKS, block_size=BLOCK, max_model_len=28,
-                     max_num_batched_tokens=8, **args)
+    return make_core(
+        MODEL,
+        max_num_seqs=ROWS,
+        num_gpu_blocks_override=BLOCKS,
+        block_size=BLOCK,
+        max_model_len=28,
+        max_num_batched_tokens=8,
+        **args,
+    )
 
 
 REFERENCE = core_for(async_scheduling=False, enable_prefix_caching=False)
@@ -35,7 +43,9 @@ REFERENCE = core_for(async_scheduling=False, enable_prefix_caching=False)
 
 def params_of(kind: int, max_tokens: int) -> SamplingParams:
     ends = dict(stop_token_ids=[1, 4, 9, 13, 21]) if kind == 1 else {}
-    return SamplingParams(max_tokens=max_tokens, ignore_eos=True, temperature=1.0 if kind == 2 else 0.0, **ends)
+    return SamplingParams(
+        max_tokens=max_tokens, ignore_eos=True, temperature=1.0 if kind == 2 else 0.0, **ends
+    )
 
 
 def alone(prompt: tuple[int, ...], kind: int, max_tokens: int) -> tuple:
@@ -48,7 +58,8 @@ def alone(prompt: tuple[int, ...], kind: int, max_tokens: int) -> tuple:
 
 
 class Engine(RuleBasedStateMachine):
-    """The engine's loop taken apart: submit and read are rules of their own, so results come arbitrarily late."""
+    """The engine's loop taken apart: submit and read are rules of their own, so results come arbitrarily
+    late."""
 
     def __init__(self):
         super().__init__()
@@ -61,8 +72,12 @@ class Engine(RuleBasedStateMachine):
         self.owner: dict[int, tuple[int, int]] = {}  # row -> (key, generation)
         self.generations: dict[int, int] = {}
 
-    @rule(prefix=st.sampled_from([0, 4, 8]), tail=st.lists(st.integers(3, 31), min_size=1, max_size=7),
-          kind=st.integers(0, 2), max_tokens=st.integers(1, 10))
+    @rule(
+        prefix=st.sampled_from([0, 4, 8]),
+        tail=st.lists(st.integers(3, 31), min_size=1, max_size=7),
+        kind=st.integers(0, 2),
+        max_tokens=st.integers(1, 10),
+    )
     def arrive(self, prefix, tail, kind, max_tokens):
         prompt = tuple([5, 6, 7, 8, 9, 10, 11, 12][:prefix] + tail)
         key = len(self.asked)
@@ -142,8 +157,9 @@ class Engine(RuleBasedStateMachine):
         self.core.close()
 
 
-Engine.TestCase.settings = settings(max_examples=60, stateful_step_count=60, deadline=None,
-                                    suppress_health_check=list(HealthCheck))
+Engine.TestCase.settings = settings(
+    max_examples=60, stateful_step_count=60, deadline=None, suppress_health_check=list(HealthCheck)
+)
 TestEngine = Engine.TestCase
 
 
