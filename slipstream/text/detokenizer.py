@@ -39,13 +39,13 @@ class _TokenBytes(dict[int, bytes]):
 
     def __missing__(self, token: int) -> bytes:
         found = self._tokenizer.token_bytes(token)
-        assert found is not None, "only for byte-level vocabularies"
+        assert found is not None, "only where tokens have bytes of their own"
         self[token] = found
         return found
 
 
 class ByteStream:
-    """Byte-level vocabularies: bytes through a UTF-8 decoder that keeps what is incomplete."""
+    """Where tokens have bytes of their own: through a UTF-8 decoder that keeps what is incomplete."""
 
     def __init__(self, table: _TokenBytes) -> None:
         self._bytes_of = table.__getitem__
@@ -194,7 +194,7 @@ class Detokenizers:
 
     def __init__(self, tokenizer: Tokenizer) -> None:
         self._tokenizer = tokenizer
-        self._byte_level = tokenizer.token_bytes(0) is not None
+        self._by_bytes = tokenizer.token_bytes(0) is not None
         self._whole = _TokenBytes(tokenizer, frozenset())
         self._skipping = _TokenBytes(tokenizer, tokenizer.special_ids)
         self._texts: dict[int, str] = {}
@@ -204,7 +204,7 @@ class Detokenizers:
         return Detokenizer(self._stream(params, prompt), params)
 
     def _stream(self, params: SamplingParams, prompt: Sequence[int]) -> TextStream:
-        if self._byte_level:
+        if self._by_bytes:
             return ByteStream(self._skipping if params.skip_special_tokens else self._whole)
         decode = functools.partial(
             self._tokenizer.decode,
@@ -217,5 +217,9 @@ class Detokenizers:
         """The text of a single token, special or not; bytes that are no character alone become U+FFFD."""
         text = self._texts.get(token)
         if text is None:
-            text = self._texts[token] = self._tokenizer.decode([token], skip_special_tokens=False)
+            if self._by_bytes:
+                text = self._whole[token].decode("utf-8", "replace")
+            else:
+                text = self._tokenizer.decode([token], skip_special_tokens=False)
+            self._texts[token] = text
         return text

@@ -7,7 +7,8 @@ from __future__ import annotations
 
 import functools
 import json
-from collections.abc import Sequence
+import re
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +19,7 @@ from slipstream.loading.gguf_vocab import build_tokenizer
 
 # Classes that add nothing to tokenizer.json; transformers rebuilds the others in ways of its own.
 _PLAIN_CLASSES = ("PreTrainedTokenizerFast", "TokenizersBackend", "Qwen2Tokenizer", "Qwen2TokenizerFast")
+_BYTE_TOKEN = re.compile("<0x([0-9A-Fa-f]{2})>")
 _NAMED = ("bos_token", "eos_token", "unk_token", "pad_token", "sep_token", "cls_token", "mask_token")
 
 
@@ -45,8 +47,7 @@ class Tokenizer:
         self.bos_token_id = self._named_id("bos_token")
         ends = (self._named_id("eos_token"), *extra_end_ids)
         self.end_token_ids = tuple(dict.fromkeys(end for end in ends if end is not None))
-        byte_level = isinstance(backend.decoder, tokenizers.decoders.ByteLevel)
-        self._byte_of = _byte_alphabet() if byte_level else None
+        self._bytes_of = _byte_rule(backend.decoder)
 
     def encode(self, text: str, add_special_tokens: bool = True) -> list[int]:
         """Ids of a text. add_special_tokens: with the start and end tokens that the model was trained
@@ -75,14 +76,12 @@ class Tokenizer:
         return [self._backend.id_to_token(i) or "" for i in ids]
 
     def token_bytes(self, token: int) -> bytes | None:
-        """The bytes a token stands for, whole characters or not. None where the vocabulary is not byte-level:
-        use decode with the tokens before it. Empty for an id beyond the vocabulary."""
-        if self._byte_of is None:
+        """The bytes a token stands for in the middle of a text, whole characters or not. None where that
+        depends on other tokens, so in vocabularies that are neither byte-level nor SentencePiece's: use
+        decode with the tokens before it. Empty for an id beyond the vocabulary."""
+        if self._bytes_of is None:
             return None
-        if token in self._added:
-            return self._added[token].content.encode()
-        spelled = self._backend.id_to_token(token) or ""
-        return bytes(self._byte_of[char] for char in spelled)
+        return self._bytes_of(self._backend.id_to_token(token) or "")
 
     def _named_id(self, name: str) -> int | None:
         text = self.special_tokens.get(name)
@@ -160,6 +159,38 @@ def _template(folder: Path, config: dict[str, Any]) -> str | None:
 
 def _text(token: str | dict[str, Any]) -> str:
     return token if isinstance(token, str) else str(token["content"])
+
+
+def _byte_rule(decoder: tokenizers.decoders.Decoder | None) -> Callable[[str], bytes] | None:
+    """From a token's spelling to its bytes, where a decoder joins tokens byte by byte."""
+    if decoder is None:
+        return None
+    state = json.loads(decoder.__getstate__())
+    listed: list[dict[str, Any]] = state.get("decoders", [state])
+    steps = {step["type"]: step for step in listed}
+    if len(steps) < len(listed):
+        return None
+    if steps.keys() == {"ByteLevel"}:
+        return _byte_level_bytes
+    replaced = steps.get("Replace", {}).get("pattern", {}).get("String")
+    space = replaced or steps.get("Metaspace", {}).get("replacement")
+    # Strip takes the space from the start of a text; a token in its middle keeps it.
+    if space and steps.keys() <= {"Replace", "Metaspace", "ByteFallback", "Fuse", "Strip"}:
+        return functools.partial(_piece_bytes, space, "ByteFallback" in steps)
+    return None
+
+
+def _byte_level_bytes(spelled: str) -> bytes:
+    alphabet = _byte_alphabet()
+    if all(char in alphabet for char in spelled):
+        return bytes(alphabet[char] for char in spelled)
+    return spelled.encode()  # an added token, spelled as it is
+
+
+def _piece_bytes(space: str, byte_fallback: bool, spelled: str) -> bytes:
+    if byte_fallback and (byte := _BYTE_TOKEN.fullmatch(spelled)) is not None:
+        return bytes([int(byte[1], 16)])
+    return spelled.replace(space, " ").encode()
 
 
 @functools.cache

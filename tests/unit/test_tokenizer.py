@@ -121,7 +121,8 @@ def test_a_sentencepiece_vocabulary_agrees_with_the_algorithm_written_out(tmp_pa
         ids = ours.encode(text)
         assert ids == [1, *encode_pieces(text, vocabulary)], "a start token unless the file says otherwise"
         assert ours.decode(ids) == text
-    assert ours.token_bytes(300) is None
+        spelled = b"".join(ours.token_bytes(token) or b"" for token in ids[1:])
+        assert spelled == (f" {text}" if text else "").encode(), "the space before a first word is its own"
     plain = load_tokenizer(vocabulary.write(
         tmp_path / "w.gguf", "llama", bos_token_id=1, add_bos_token=False, add_space_prefix=False
     ))
