@@ -33,6 +33,16 @@ def jit(function: Callable[..., Any]) -> Any:
     return function if triton is None else triton.jit(function)
 
 
+def jit_with(**options: Any) -> Callable[[Callable[..., Any]], Any]:
+    """jit with Triton's options.
+
+    Numbers that change from step to step belong in do_not_specialize (pointers into the middle of a buffer in
+    do_not_specialize_on_alignment): Triton would compile again, while requests wait, when one first becomes 1
+    or a multiple of 16.
+    """
+    return lambda function: function if triton is None else triton.jit(function, **options)
+
+
 def use_triton(tensor: torch.Tensor) -> bool:
     """True for CUDA tensors, and for any tensor under TRITON_INTERPRET=1, where Triton is installed."""
     return triton is not None and (tensor.is_cuda or INTERPRETED)

@@ -7,7 +7,11 @@ from __future__ import annotations
 
 import torch
 
+from slipstream.kernels.backend import Arg, ceil_div, jit_with, pdl_begin, pdl_options, tl, use_triton
+
 Tensor = torch.Tensor
+
+WORDS = 512
 
 
 def scatter_spans(arena: Tensor, payload_N: Tensor, dst_S: Tensor, start_S1: Tensor) -> None:
@@ -16,7 +20,15 @@ def scatter_spans(arena: Tensor, payload_N: Tensor, dst_S: Tensor, start_S1: Ten
         raise ValueError("arena and payload must be flat int32 tensors")
     if start_S1.shape[0] != dst_S.shape[0] + 1:
         raise ValueError("start needs one entry more than dst")
-    scatter_spans_reference(arena, payload_N, dst_S, start_S1)
+    if not use_triton(arena):
+        scatter_spans_reference(arena, payload_N, dst_S, start_S1)
+        return
+    words, spans = payload_N.shape[0], dst_S.shape[0]
+    if words:
+        _scatter_kernel[(ceil_div(words, WORDS),)](
+            arena, payload_N, dst_S, start_S1, words, spans, spans.bit_length(), WORDS=WORDS,
+            **pdl_options(arena), num_warps=4,
+        )
 
 
 def scatter_spans_reference(arena: Tensor, payload_N: Tensor, dst_S: Tensor, start_S1: Tensor) -> None:
@@ -25,3 +37,25 @@ def scatter_spans_reference(arena: Tensor, payload_N: Tensor, dst_S: Tensor, sta
     shift_S = dst_S - start_S1[:-1]
     index_N = torch.repeat_interleave(shift_S, start_S1.diff(), output_size=count)
     arena.index_copy_(0, index_N.add_(torch.arange(count, device=arena.device)), payload_N)
+
+
+@jit_with(
+    do_not_specialize=("words", "spans", "steps"),
+    do_not_specialize_on_alignment=("payload", "dst", "start"),
+)
+def _scatter_kernel(
+    arena: Arg, payload: Arg, dst: Arg, start: Arg, words: Arg, spans: Arg, steps: Arg,
+    WORDS: tl.constexpr, PDL: tl.constexpr,
+) -> None:
+    word = tl.program_id(0) * WORDS + tl.arange(0, WORDS)
+    inside = word < words
+    pdl_begin(PDL)
+    # Binary search for the span of each word: start[low] <= word < start[high] throughout.
+    low = tl.zeros([WORDS], tl.int32)
+    high = low + spans
+    for _ in range(steps):
+        middle = (low + high) // 2
+        right = tl.load(start + middle, mask=inside, other=0) <= word
+        low, high = tl.where(right, middle, low), tl.where(right, high, middle)
+    to = tl.load(dst + low, mask=inside, other=0) + word - tl.load(start + low, mask=inside, other=0)
+    tl.store(arena + to, tl.load(payload + word, mask=inside, other=0), mask=inside)

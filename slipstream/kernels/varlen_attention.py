@@ -28,6 +28,7 @@ from slipstream.kernels.backend import (
     Arg,
     ceil_div,
     jit,
+    jit_with,
     next_power_of_2,
     pdl_begin,
     pdl_options,
@@ -165,7 +166,7 @@ def varlen_attention_reference(
     )
 
 
-@jit
+@jit_with(do_not_specialize=("lanes", "count"))
 def _list_kernel(
     query_start: Arg, lane_out: Arg, first_out: Arg, lanes: Arg, count: Arg,
     QUERIES: tl.constexpr, LEAST: tl.constexpr, LANES: tl.constexpr, TILES: tl.constexpr, PDL: tl.constexpr,

@@ -1,0 +1,114 @@
+"""Staged writes, input build and commit in Triton's interpreter, against their torch references (which
+tests/unit/test_step_kernels.py compares with a plain model of rows)."""
+
+from dataclasses import fields
+
+import pytest
+import torch
+
+from slipstream.kernels.commit import CommitRecord, commit_step, commit_step_reference
+from slipstream.kernels.spans import scatter_spans, scatter_spans_reference
+from slipstream.kernels.step_inputs import build_step_inputs, build_step_inputs_reference
+
+ROWS, LEN, BLOCK, ENDS = 40, 50, 4, 5
+
+
+def make_rows(seed):
+    """Columns as the table keeps them: scalars are strided views of one record, lists have rows of their
+    own."""
+    generator = torch.Generator().manual_seed(seed)
+
+    def draw(low, high, *size):
+        return torch.randint(low, high, size, generator=generator, dtype=torch.int32)
+
+    record = draw(0, 9, ROWS, 7)
+    scalars = ("alive", "length", "num_computed", "max_len")
+    rows = {name: record[:, place] for place, name in enumerate(scalars)}
+    rows["length"].copy_(draw(8, 30, ROWS))
+    rows["num_computed"].copy_(rows["length"] - draw(1, 8, ROWS))
+    rows["max_len"].copy_(rows["length"] + draw(0, 3, ROWS))
+    rows["alive"].copy_(draw(0, 5, ROWS).clamp(max=1))
+    rows["alive"][-1] = 0
+    rows["tokens"] = draw(0, 9, ROWS, LEN)
+    rows["blocks"] = draw(1, 99, ROWS, -(-LEN // BLOCK))
+    rows["end_ids"] = draw(-1, 9, ROWS, ENDS)
+    return rows
+
+
+def inputs_of(run, rows, lane_to_row, query_len, tokens):
+    columns = (rows["tokens"], rows["num_computed"], rows["alive"], rows["blocks"])
+    if run is build_step_inputs_reference:
+        return run(lane_to_row, query_len, tokens, *columns, BLOCK)
+    names = ("tokens_RM", "num_computed_R", "alive_R", "blocks_RB")
+    named = dict(zip(names, columns, strict=True))
+    return run(lane_to_row, query_len, tokens, **named, block_size=BLOCK)
+
+
+def same(got, expected):
+    for field in fields(expected):
+        left, right = getattr(got, field.name), getattr(expected, field.name)
+        assert left.dtype == right.dtype, field.name
+        assert torch.equal(left, right), field.name
+
+
+def lanes_of(seed, lanes, most):
+    generator = torch.Generator().manual_seed(seed)
+    row = torch.randperm(ROWS, generator=generator)[:lanes].int()
+    count = torch.randint(1, most + 1, (lanes,), generator=generator, dtype=torch.int32)
+    return row, count
+
+
+@pytest.mark.parametrize("lanes,most,padding", [(1, 1, 0), (39, 1, 0), (13, 7, 0), (13, 7, 20), (33, 2, 3)])
+def test_inputs_equal_the_reference(lanes, most, padding):
+    rows, (row, count) = make_rows(lanes), lanes_of(lanes, lanes, most)
+    tokens = int(count.sum()) + padding
+    expected = inputs_of(build_step_inputs_reference, rows, row, count, tokens)
+    same(inputs_of(build_step_inputs, rows, row, count, tokens), expected)
+    if padding:
+        for values in (expected.token_T, expected.position_T, expected.slot_T):
+            assert not values[-padding:].any()
+
+
+@pytest.mark.parametrize("seed", range(6))
+@pytest.mark.parametrize("sampling", ["all", "some", "none"])
+def test_commit_equals_the_reference(seed, sampling):
+    rows, (row, count) = make_rows(seed), lanes_of(seed, 35, 7)
+    left = rows["length"][row.long()] - rows["num_computed"][row.long()]
+    query_len = torch.where(count < 5, left, count)
+    inputs = inputs_of(build_step_inputs_reference, rows, row, query_len, int(query_len.sum()))
+    generator = torch.Generator().manual_seed(seed + 100)
+    lane = torch.arange({"all": 35, "some": 35, "none": 0}[sampling])[:: 1 if sampling == "all" else 3]
+    lane = lane.contiguous()
+    token = torch.randint(0, 9, lane.shape, generator=generator, dtype=torch.int32)
+    ok = torch.rand(lane.shape, generator=generator) < 0.8
+    results = []
+    for kernel in (True, False):
+        mine = make_rows(seed)
+        names = ("tokens", "length", "num_computed", "max_len", "end_ids", "alive")
+        suffix = ("RM", "R", "R", "R", "RE", "R")
+        record = CommitRecord(*torch.full((3, 64), 77, dtype=torch.int32)[:, :35].unbind())
+        if kernel:
+            named = {f"{n}_{s}": mine[n] for n, s in zip(names, suffix, strict=True)}
+            assert commit_step(inputs, lane, token, ok, **named, record=record) is record
+        else:
+            commit_step_reference(inputs, lane, token, ok, *(mine[n] for n in names), record)
+        results.append((record, mine))
+    (got, got_rows), (expected, expected_rows) = results
+    same(got, expected)
+    for name, view in expected_rows.items():
+        assert torch.equal(got_rows[name][:-1], view[:-1]), name
+
+
+@pytest.mark.parametrize("spans,longest", [(1, 1), (1, 3000), (700, 3), (37, 90)])
+def test_scatter_equals_the_reference(spans, longest):
+    generator = torch.Generator().manual_seed(spans)
+    length = torch.randint(0, longest + 1, (spans,), generator=generator)
+    length[0] = longest
+    start = torch.cat((torch.zeros(1, dtype=torch.int64), length.cumsum(0)))
+    place = torch.randperm(spans, generator=generator) * (longest + 2)
+    payload = torch.randint(0, 1 << 30, (int(length.sum()),), generator=generator, dtype=torch.int32)
+    arenas = torch.full((2, spans * (longest + 2)), -5, dtype=torch.int32).unbind()
+    scatter_spans(arenas[0], payload, place, start)
+    scatter_spans_reference(arenas[1], payload, place, start)
+    assert torch.equal(*arenas)
+    assert int((arenas[0] != -5).sum()) == len(payload)
