@@ -39,17 +39,9 @@ def mixed(core, count):
             prompt = requests[-1].prompt_token_ids.tolist()[:48] + prompt[:20]
         params = SamplingParams(max_tokens=int(rng.integers(12, 40)), **kind)
         bad_words = ((17,), (30, 31)) if key % 7 == 3 else ()
-        for sample in range(3 if key % 10 == 9 else 1):
-            requests.append(
-                make_request(
-                    core,
-                    1000 * sample + key,
-                    prompt,
-                    params,
-                    seed=key * 31 + sample * 2**40,
-                    bad_words=bad_words,
-                )
-            )
+        samples = range(3 if key % 10 == 9 else 1)
+        seeds = {1000 * sample + key: key * 31 + sample * 2**40 for sample in samples}
+        requests += [make_request(core, k, prompt, params, seed, bad_words) for k, seed in seeds.items()]
         key += 1
     return requests
 
