@@ -21,6 +21,8 @@ import torch.nn.functional as F
 Tensor = torch.Tensor
 
 HALF_MAX = 65504.0
+# FBGEMM packs weights in blocks of 512 inputs by 16 outputs: a width of 576 takes the memory of 1,024.
+PACKED_ROWS, PACKED_COLUMNS = 512, 16
 # FBGEMM splits a batch into pieces of at most this many rows, and a piece into groups of a few.
 PIECE_ROWS = 120
 MAX_PADDING = 8
@@ -103,7 +105,9 @@ class _FbgemmLinear:
     def __init__(self, weight_NK: Tensor, bias_N: Tensor | None) -> None:
         bias_N = None if bias_N is None else bias_N.float()
         self.packed = torch.ops.quantized.linear_prepack_fp16(weight_NK.float(), bias_N)
-        self.num_bytes = 2 * weight_NK.numel() + (0 if bias_N is None else bias_N.nbytes)
+        outputs, inputs = weight_NK.shape
+        packed = -(-outputs // PACKED_COLUMNS) * PACKED_COLUMNS * -(-inputs // PACKED_ROWS) * PACKED_ROWS
+        self.num_bytes = 2 * packed + (0 if bias_N is None else bias_N.nbytes)
 
     def __call__(self, x_MK: Tensor) -> Tensor:
         y_MN: Tensor = torch.ops.quantized.linear_dynamic_fp16(x_MK, self.packed)

@@ -44,7 +44,8 @@ class SafetensorsSource:
 
     def get(self, name: str) -> Tensor:
         tensor: Tensor = self._file_of[name].get_tensor(name)
-        return tensor
+        # On a CPU it is a view of the mapped file, and one view kept would keep the whole file mapped.
+        return tensor.clone() if tensor.device.type == "cpu" else tensor
 
 
 class GGUFSource:
