@@ -344,3 +344,29 @@ def test_outputs_are_plain_arrays_of_the_stated_types() -> None:
     dtypes = (outputs.keys.dtype, outputs.num_tokens.dtype, outputs.tokens.dtype, outputs.finish.dtype)
     assert dtypes == (np.int64, np.int32, np.int32, np.int32)
     assert outputs.num_cached == [(3, 0)]
+
+
+@pytest.mark.parametrize("lag", [0, 2])
+def test_a_lane_leaves_in_the_first_plan_after_its_abort(lag: int) -> None:
+    harness = Harness(lag, num_blocks=100, block_size=16)
+    harness.add(*(make_request(key, 4, 40, ignore_eos=True) for key in (1, 2)))
+    for _ in range(5):
+        harness.step()
+    harness.abort(1)
+    harness.schedule()
+    assert harness.plans[-1].lane_row.tolist() == [1] and harness.plans[-1].lanes_changed
+    assert harness.plans[-1].released.tolist() == [0]
+    harness.schedule()
+    assert not harness.plans[-1].lanes_changed
+    harness.finish_all()
+
+
+def test_a_newcomer_waits_until_each_running_row_has_a_free_block_left() -> None:
+    harness = Harness(num_blocks=11, grant_ahead=0, max_num_seqs=3)  # ten blocks of four tokens
+    harness.add(*(make_request(key, 16, 4, ignore_eos=True) for key in (1, 2)))
+    harness.add(make_request(3, 4, 4, ignore_eos=True))
+    harness.schedule()
+    # Two prompts take eight blocks. One more would fit, but then the next boundary would preempt it.
+    assert [a.request.key for a in harness.plans[0].admissions] == [1, 2]
+    harness.finish_all()
+    assert harness.scheduler.stats().preemptions == 0
