@@ -25,10 +25,11 @@ class Live:
         self.http = httpx.Client(base_url=self.url, timeout=60)
         self.openai = OpenAI(base_url=f"{self.url}/v1", api_key="none", max_retries=0, timeout=60)
 
-    def metric(self, name: str) -> float:
-        """The sum of a metric over its labels."""
+    def metric(self, name: str, label: str = "") -> float:
+        """The sum of a metric over its labels, or over those that hold a text."""
         lines = self.http.get("/metrics").text.splitlines()
-        return sum(float(line.rsplit(" ", 1)[1]) for line in lines if line.startswith(f"slipstream:{name}{{"))
+        found = [line for line in lines if line.startswith(f"slipstream:{name}{{") and label in line]
+        return sum(float(line.rsplit(" ", 1)[1]) for line in found)
 
     def raw_json(self, path: str, body: Any) -> Any:
         """The answer to a body that must be taken."""
