@@ -193,6 +193,16 @@ def test_aborting_what_waits_leaves_the_queue_in_order() -> None:
     assert harness.order == [0, 50, 100, 150]
 
 
+def test_the_order_of_priorities_survives_many_aborts() -> None:
+    harness = Harness(max_num_seqs=1, policy="priority")
+    priority = {key: key * 89 % 200 for key in range(200)}  # a permutation
+    harness.add(*(make_request(key, 4, 2, priority=priority[key]) for key in range(200)))
+    stay = [key for key in range(200) if key % 9 == 0]
+    harness.abort(*(key for key in range(200) if key not in stay))
+    harness.finish_all()
+    assert harness.order == sorted(stay, key=priority.__getitem__)
+
+
 def test_a_prompt_that_can_never_fit_is_refused_with_both_numbers_and_harms_nobody() -> None:
     harness = Harness(block_size=16, num_blocks=21, max_model_len=2048, max_num_batched_tokens=64)
     harness.add(make_request(1, 600, 4), make_request(2, 20, 4))
