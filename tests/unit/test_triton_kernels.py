@@ -1,4 +1,4 @@
-"""Every Triton kernel in Triton's interpreter, on a CPU: tests/triton/cases_*.py, each in a process of its
+"""Every Triton kernel in Triton's interpreter, on a CPU: tests/interpreter/cases_*.py, each in a process of its
 own, because Triton reads TRITON_INTERPRET when it is imported."""
 
 import os
@@ -8,12 +8,11 @@ from pathlib import Path
 
 import pytest
 
-CASES = sorted((Path(__file__).parents[1] / "triton").glob("cases_*.py"))
+CASES = sorted((Path(__file__).parents[1] / "interpreter").glob("cases_*.py"))
 
 
 @pytest.mark.parametrize("cases", CASES, ids=lambda path: path.stem)
 def test_kernels_pass_in_tritons_interpreter(cases):
-    pytest.importorskip("triton")
     env = {**os.environ, "TRITON_INTERPRET": "1", "OMP_NUM_THREADS": "1"}
     done = subprocess.run(
         [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", str(cases)],

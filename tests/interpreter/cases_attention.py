@@ -4,7 +4,7 @@ import pytest
 import torch
 from kernel_cases import attention_case, with_float8_pool
 
-from slipstream.kernels.attention_common import HeadShape
+from slipstream.kernels.attention_common import LayerAttention
 from slipstream.kernels.decode_attention import (
     DecodeConfig,
     DecodeScratch,
@@ -24,10 +24,10 @@ from slipstream.kernels.varlen_attention import (
 
 CPU = torch.device("cpu")
 SHAPES = [
-    HeadShape(4, 2, 128, 0.09),
-    HeadShape(6, 2, 64, 0.125, window=21),
-    HeadShape(3, 3, 96, 0.1, soft_cap=5.0),
-    HeadShape(8, 1, 256, 0.07, window=1, soft_cap=3.0),
+    LayerAttention(4, 2, 128, 0.09),
+    LayerAttention(6, 2, 64, 0.125, window=21),
+    LayerAttention(3, 3, 96, 0.1, soft_cap=5.0),
+    LayerAttention(8, 1, 256, 0.07, window=1, soft_cap=3.0),
 ]
 DECODES = [(0, 1), (1, 1), (15, 1), (16, 1), (70, 1), (37, 1)]
 MIXED = [(40, 1), (0, 1), (0, 19), (33, 5), (3, 2), (5, 1)]
