@@ -10,6 +10,7 @@ import datetime
 import json
 import os
 import platform
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -58,8 +59,9 @@ def run(args: argparse.Namespace) -> int:
 
 
 def _facts() -> dict[str, Any]:
-    """Where and when the figures were taken."""
+    """How, where and when the figures were taken."""
     return {
+        "command": " ".join(["slipstream", *sys.argv[1:]]),
         "date": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
         "machine": platform.processor() or platform.machine(),
         "cores": os.cpu_count(),

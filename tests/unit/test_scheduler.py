@@ -195,10 +195,12 @@ def test_aborting_what_waits_leaves_the_queue_in_order() -> None:
 
 def test_the_order_of_priorities_survives_many_aborts() -> None:
     harness = Harness(max_num_seqs=1, policy="priority")
-    priority = {key: key * 89 % 200 for key in range(200)}  # a permutation
-    harness.add(*(make_request(key, 4, 2, priority=priority[key]) for key in range(200)))
-    stay = [key for key in range(200) if key % 9 == 0]
-    harness.abort(*(key for key in range(200) if key not in stay))
+    priority = dict(enumerate(np.random.default_rng(0).permutation(300).tolist()))
+    harness.add(*(make_request(key, 4, 2, priority=priority[key]) for key in range(300)))
+    stay = [key for key in range(300) if key % 6 == 0]
+    for key in range(300):
+        if key not in stay:
+            harness.abort(key)
     harness.finish_all()
     assert harness.order == sorted(stay, key=priority.__getitem__)
 
