@@ -26,6 +26,11 @@ def make_text_model(tiny_model: Callable[..., Path], adds_start: bool = False, *
     1."""
     # The seed tells the folders of both tokenizers apart and changes no expectation.
     folder = tiny_model("llama", vocab_size=VOCAB, seed=int(adds_start), **overrides)
+    return write_tokenizer(folder, adds_start)
+
+
+def write_tokenizer(folder: Path, adds_start: bool = False) -> Path:
+    """The tokenizer alone, in folder, which is returned."""
     alphabet = sorted(pre_tokenizers.ByteLevel.alphabet(), key=_byte_of)
     vocab = {char: BYTE_ZERO + _byte_of(char) for char in alphabet}
     special = {"<pad>": 0, "<s>": 1, "</s>": 2}

@@ -76,7 +76,7 @@ class InputProcessor:
         if priority and not self._by_priority:
             raise BadRequest("priority", priority, "must be 0 unless --scheduling-policy=priority")
         text, given, salt = _parts(prompt)
-        token_ids = self._encode(text) if given is None else _ids(given)
+        token_ids = self._encode(text) if given is None else given
         ends = () if params.ignore_eos else self._end_token_ids
         ends = tuple(dict.fromkeys((*ends, *(params.stop_token_ids or ()))))
         if len(ends) > MAX_END_TOKEN_IDS:
@@ -144,12 +144,12 @@ def mix_seed(seed: int, index: int) -> int:
     return x - 2**64 if x >= 2**63 else x
 
 
-def _parts(prompt: Prompt) -> tuple[str | None, Sequence[int] | None, str | None]:
+def _parts(prompt: Prompt) -> tuple[str | None, list[int] | None, str | None]:
     """(text, token ids, cache salt) of any kind of prompt."""
     if isinstance(prompt, str):
         return prompt, None, None
     if not isinstance(prompt, Mapping):
-        return None, prompt, None
+        return None, _ids(prompt), None
     fields: dict[str, Any] = dict(prompt)
     text, ids, salt = (fields.pop(name, None) for name in ("prompt", "prompt_token_ids", "cache_salt"))
     if fields:
@@ -159,7 +159,7 @@ def _parts(prompt: Prompt) -> tuple[str | None, Sequence[int] | None, str | None
         raise BadRequest("prompt", text, "must be a string, or token ids in prompt_token_ids")
     if salt is not None and (not isinstance(salt, str) or not salt):
         raise BadRequest("cache_salt", salt, "must be a string that is not empty")
-    return text, ids, salt
+    return text, None if ids is None else _ids(ids), salt
 
 
 def _ids(given: Sequence[int]) -> list[int]:
