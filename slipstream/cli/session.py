@@ -50,7 +50,11 @@ class Session:
         tokenizer = self._engine.get_tokenizer()
         assert tokenizer is not None
         self._tokenizer = tokenizer
-        self._template = load_chat_template(args.chat_template, tokenizer)
+        try:
+            self._template = load_chat_template(args.chat_template, tokenizer)
+        except ValueError:
+            self._engine.shutdown()
+            raise
         self._runner = asyncio.Runner()
 
     def __enter__(self) -> Session:
