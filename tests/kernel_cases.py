@@ -10,9 +10,9 @@ from dataclasses import dataclass, replace
 
 import torch
 
-from slipstream.kernels.attention_common import HeadShape
-from slipstream.kernels.decode_attention import DecodeLanes
-from slipstream.kernels.qkv_write import HeadPrep, PagedPool
+from slipstream.kernels.attention_common import LayerAttention
+from slipstream.kernels.paged import PagedLanes, PagedPool
+from slipstream.kernels.qkv_write import HeadPrep
 
 Tensor = torch.Tensor
 
@@ -22,8 +22,8 @@ class AttentionCase:
     """One step's lanes. qkv is raw; k_all, v_all: float64 [L, S, G, D], what each lane's keys and values are
     once prepared, this step's included; pool holds those before this step."""
 
-    shape: HeadShape
-    lanes: DecodeLanes
+    shape: LayerAttention
+    lanes: PagedLanes
     pool: PagedPool
     prep: HeadPrep
     qkv_TXD: Tensor
@@ -84,7 +84,7 @@ def prepared64(x: Tensor, weight: Tensor | None, eps: float, rope: Tensor) -> Te
 
 
 def attention_case(
-    shape: HeadShape,
+    shape: LayerAttention,
     done_and_new: list[tuple[int, int]],
     *,
     dtype: torch.dtype = torch.float32,
@@ -136,7 +136,7 @@ def attention_case(
     v_all[lane_T, position_T] = qkv[:, -kv_heads:].double()
     slot_T = table[row_L[lane_T], position_T // block_size].long() * block_size + position_T % block_size
     query_start = torch.cat((torch.zeros(1, dtype=torch.int64), new.cumsum(0))).int().to(device)
-    lanes = DecodeLanes(
+    lanes = PagedLanes(
         row_L, torch.tensor(end, dtype=torch.int32, device=device), table, query_start if mixed else None
     )
     return AttentionCase(

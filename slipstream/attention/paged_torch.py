@@ -80,6 +80,11 @@ class PagedTorchAttention:
                 for a in self.layers
             ]
 
+    def clear(self, blocks: Tensor) -> None:
+        """Gathers read whole blocks, and a masked NaN that the last owner left would still be a NaN."""
+        for pool in (*self.keys, *self.values):
+            pool.index_fill_(0, blocks, 0)
+
     def gather(self, layer: int, block_LB: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
         """K and V of the lanes' blocks, [L, G, S, D] each; valid until the next call."""
         found = []
@@ -159,23 +164,31 @@ def _decode_groups(batch: AttentionBatch, block_size: int) -> list[DecodeGroup]:
     count = batch.num_decode_lanes
     if count == 0:
         return []
-    bound_L = batch.length_bound_L[:count]
-    blocks_L = -(-bound_L // block_size)
+    blocks_L = -(-batch.length_bound_L[:count] // block_size)
     bucket_L = np.ceil(np.log2(np.maximum(blocks_L, 8)) * 2).astype(np.int64)
+    device = batch.slot_T.device
+    if device.type != "cpu":
+        bucket_L[:] = 0  # places are host numbers: only a CPU can pick lanes by them without a copy
     groups = []
     buckets = np.unique(bucket_L)
     for bucket in buckets:
         places = np.flatnonzero(bucket_L == bucket)
         width = int(blocks_L[places].max())
-        lane_L = None if len(buckets) == 1 else torch.from_numpy(places).to(batch.slot_T.device)
+        lane_L = None if len(buckets) == 1 else torch.from_numpy(places)
         pick = slice(0, count) if lane_L is None else lane_L
+        length_L1 = batch.length_L[pick].unsqueeze(1)
+        block_LB = batch.blocks_RB[batch.row_L[pick], :width].long()
+        # Past its length a lane gathers its own first block again, and no other's numbers: a masked key still
+        # counts where it is not finite.
+        own_LB = torch.arange(width, device=device) * block_size < length_L1
+        block_LB = torch.where(own_LB, block_LB, block_LB[:, :1])
         groups.append(
             DecodeGroup(
                 lane_L,
-                batch.block_table_LB[pick, :width].long(),
+                block_LB,
                 batch.position_T[pick].unsqueeze(1),
-                batch.length_L[pick].unsqueeze(1),
-                torch.arange(width * block_size, device=batch.slot_T.device),
+                length_L1,
+                torch.arange(width * block_size, device=device),
             )
         )
     return groups
@@ -187,10 +200,11 @@ def _prefill_lanes(batch: AttentionBatch, block_size: int) -> list[PrefillLane]:
     for lane in range(batch.num_decode_lanes, len(batch.query_len_L)):
         tokens = slice(start, start := start + int(batch.query_len_L[lane]))
         length = int(batch.length_bound_L[lane])
+        blocks = -(-length // block_size)
         lanes.append(
             PrefillLane(
                 tokens,
-                batch.block_table_LB[lane, : -(-length // block_size)].long(),
+                batch.blocks_RB.index_select(0, batch.row_L[lane : lane + 1])[0, :blocks].long(),
                 batch.position_T[tokens].unsqueeze(1),
                 torch.arange(length, device=batch.slot_T.device),
                 length == int(batch.query_len_L[lane]),

@@ -1,6 +1,7 @@
 """Paged attention behind one protocol: metadata from device tensors only, fixed addresses, no host reads.
 
-Legend: T tokens of the step, L lanes, H query heads, G KV heads, D head size, S slots of the pool.
+Legend: T tokens of the step, L lanes, R rows, B blocks a row, H query heads, G KV heads, X = H + 2 G, D head
+size, S slots of the pool.
 """
 
 from __future__ import annotations
@@ -11,6 +12,11 @@ from typing import Protocol
 import numpy as np
 import torch
 
+from slipstream.kernels.attention_common import LayerAttention
+from slipstream.kernels.qkv_write import HeadPrep
+
+__all__ = ["Attend", "AttendQkv", "AttentionBackend", "AttentionBatch", "HeadPrep", "LayerAttention"]
+
 Tensor = torch.Tensor
 
 
@@ -20,16 +26,17 @@ class AttentionBatch:
 
     query_start_L1: int32 [L + 1]; length_L: int32, exact KV positions of each lane after this step's tokens
     (device). position_T: int64; slot_T: int64, where each token's K and V go (dead and padding tokens: the
-    null block). block_table_LB: int32 [L, B], every block a row may have. query_len_L, length_bound_L: host
-    copies, int32 [L]; the first is exact, the second is an upper bound of length_L, exact for prefill lanes.
-    Eager backends size their work by them; a captured backend must not read them.
+    null block). row_L: int64; blocks_RB: int32, every block a row of the table may have. query_len_L,
+    length_bound_L: host copies, int32 [L]; the first is exact, the second is an upper bound of length_L,
+    exact for prefill lanes. Eager backends size their work by them; a captured backend must not read them.
     """
 
     query_start_L1: Tensor
     length_L: Tensor
     position_T: Tensor
     slot_T: Tensor
-    block_table_LB: Tensor
+    row_L: Tensor
+    blocks_RB: Tensor
     query_len_L: np.ndarray
     length_bound_L: np.ndarray
     num_decode_lanes: int
@@ -44,16 +51,12 @@ class Attend(Protocol):
         ...
 
 
-@dataclass(frozen=True, slots=True)
-class LayerAttention:
-    """One layer's shape. scale multiplies q.k; window is the count of keys seen, itself included, or None."""
+class AttendQkv(Attend, Protocol):
+    """A backend that also prepares q and k itself, in the kernels that read and write them anyway."""
 
-    num_heads: int
-    num_kv_heads: int
-    head_dim: int
-    scale: float
-    window: int | None = None
-    soft_cap: float | None = None
+    def from_qkv(self, layer: int, qkv_TXD: Tensor, prep: HeadPrep) -> Tensor:
+        """qkv: the fused projection as it comes, heads of q, k, v. Returns [T, H, D] in its dtype."""
+        ...
 
 
 class AttentionBackend(Protocol):
@@ -66,5 +69,10 @@ class AttentionBackend(Protocol):
         ...
 
     def bytes_per_block(self) -> int: ...
+
+    def clear(self, blocks: Tensor) -> None:
+        """Blocks (int64) with a new owner who will read them before every slot is written. A backend that
+        loads nothing beyond a row's length has nothing to do."""
+        ...
 
     def bind(self, batch: AttentionBatch) -> Attend: ...

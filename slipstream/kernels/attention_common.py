@@ -16,13 +16,15 @@ from slipstream.kernels.backend import Arg, jit, tl
 Tensor = torch.Tensor
 
 FLOOR = tl.constexpr(-1.0e30)
+# tl.dot takes no fewer rows.
+MIN_ROWS = 16
 LOG2_E = 1.4426950408889634
 
 
 @dataclass(frozen=True, slots=True)
-class HeadShape:
-    """scale multiplies q.k; window: keys seen, the query's own included, or None; soft_cap: cap * tanh(score
-    / cap), or None."""
+class LayerAttention:
+    """One layer's shape. scale multiplies q.k; window is the count of keys seen, itself included, or None;
+    soft_cap: scores become cap * tanh(score / cap), or None."""
 
     num_heads: int
     num_kv_heads: int
@@ -54,7 +56,7 @@ def softmax_step(score: Arg, top: Arg, total: Arg) -> Any:
     return weight, factor, new_top, total * factor + tl.sum(weight, 1)
 
 
-def score_factors(shape: HeadShape) -> tuple[float, float]:
+def score_factors(shape: LayerAttention) -> tuple[float, float]:
     """The scale and soft_cap arguments of base2_scores."""
     if shape.soft_cap is None:
         return shape.scale * LOG2_E, 0.0

@@ -18,16 +18,17 @@ import torch
 
 from slipstream.kernels.attention_common import (
     FLOOR,
-    HeadShape,
+    MIN_ROWS,
+    LayerAttention,
     attend_reference,
     base2_scores,
     score_factors,
     softmax_step,
 )
 from slipstream.kernels.backend import Arg, jit, next_power_of_2, pdl_begin, pdl_options, tl, use_triton
+from slipstream.kernels.paged import PagedLanes, PagedPool
 from slipstream.kernels.qkv_write import (
     HeadPrep,
-    PagedPool,
     check_qkv,
     head_norm,
     rotate_halves,
@@ -35,9 +36,6 @@ from slipstream.kernels.qkv_write import (
 )
 
 Tensor = torch.Tensor
-
-# tl.dot takes no fewer rows.
-MIN_ROWS = 16
 
 
 @dataclass(frozen=True, slots=True)
@@ -65,44 +63,27 @@ def choose_decode(lanes: int, num_kv_heads: int, head_dim: int, dtype: torch.dty
     return DecodeConfig(splits=4, tile=tile, warps=1, stages=2, min_tiles=64)
 
 
-@dataclass(frozen=True, slots=True)
-class DecodeLanes:
-    """Where lanes find their keys. row_L: int64; length_L: int32, KV positions with this step's token;
-    blocks_RB: int32. query_start_L1: int32 [L + 1] where lanes may have other than one token (their tokens
-    are skipped), or None where lane and token are one."""
-
-    row_L: Tensor
-    length_L: Tensor
-    blocks_RB: Tensor
-    query_start_L1: Tensor | None = None
-
-    def check(self) -> None:
-        """Raises ValueError on wrong shapes."""
-        lanes = self.row_L.shape[0]
-        if self.row_L.dtype != torch.int64 or self.length_L.dtype != torch.int32:
-            raise ValueError("row must be int64 and length int32")
-        if self.length_L.shape != (lanes,) or self.blocks_RB.dim() != 2 or self.blocks_RB.stride(1) != 1:
-            raise ValueError("length must be [L], blocks [R, B] with adjacent entries")
-        if self.query_start_L1 is not None and self.query_start_L1.shape != (lanes + 1,):
-            raise ValueError("query_start must be [L + 1]")
-
-
 class DecodeScratch:
     """Partial results and counters of split lanes. Counters are zero between launches; one stream only."""
 
-    def __init__(self, lanes: int, shape: HeadShape, splits: int, device: torch.device) -> None:
+    def __init__(self, lanes: int, shape: LayerAttention, splits: int, device: torch.device) -> None:
         places = lanes * shape.num_heads * splits
-        self.capacity = places
         self.acc = torch.empty(places * shape.head_dim, dtype=torch.float32, device=device)
         self.lse = torch.empty(places, dtype=torch.float32, device=device)
         self.counter = torch.zeros(lanes * shape.num_kv_heads, dtype=torch.int32, device=device)
 
+    def holds(self, lanes: int, shape: LayerAttention, splits: int) -> bool:
+        """Whether there is room for these lanes in these splits."""
+        places = lanes * shape.num_heads * splits
+        room = places * shape.head_dim <= self.acc.shape[0] and places <= self.lse.shape[0]
+        return room and lanes * shape.num_kv_heads <= self.counter.shape[0]
+
 
 def decode_attention(
     q_THD: Tensor,
-    lanes: DecodeLanes,
+    lanes: PagedLanes,
     pool: PagedPool,
-    shape: HeadShape,
+    shape: LayerAttention,
     config: DecodeConfig,
     scratch: DecodeScratch,
     out_THD: Tensor,
@@ -119,7 +100,7 @@ def decode_attention(
 
 
 def decode_attention_reference(
-    q_THD: Tensor, lanes: DecodeLanes, pool: PagedPool, shape: HeadShape, out_THD: Tensor
+    q_THD: Tensor, lanes: PagedLanes, pool: PagedPool, shape: LayerAttention, out_THD: Tensor
 ) -> None:
     """The same in torch operations."""
     lane_L = torch.arange(lanes.row_L.shape[0], device=q_THD.device)
@@ -137,9 +118,9 @@ def decode_from_qkv(
     qkv_LXD: Tensor,
     slot_L: Tensor,
     prep: HeadPrep,
-    lanes: DecodeLanes,
+    lanes: PagedLanes,
     pool: PagedPool,
-    shape: HeadShape,
+    shape: LayerAttention,
     config: DecodeConfig,
     scratch: DecodeScratch,
 ) -> Tensor:
@@ -160,7 +141,12 @@ def decode_from_qkv(
 
 
 def decode_from_qkv_reference(
-    qkv_LXD: Tensor, slot_L: Tensor, prep: HeadPrep, lanes: DecodeLanes, pool: PagedPool, shape: HeadShape
+    qkv_LXD: Tensor,
+    slot_L: Tensor,
+    prep: HeadPrep,
+    lanes: PagedLanes,
+    pool: PagedPool,
+    shape: LayerAttention,
 ) -> Tensor:
     """The same in torch operations (which read the token's K and V from its slot)."""
     position_L = lanes.length_L.long() - 1
@@ -174,9 +160,9 @@ def _launch(
     source_TXD: Tensor,
     slot_L: Tensor | None,
     prep: HeadPrep | None,
-    lanes: DecodeLanes,
+    lanes: PagedLanes,
     pool: PagedPool,
-    shape: HeadShape,
+    shape: LayerAttention,
     config: DecodeConfig,
     scratch: DecodeScratch,
     out_THD: Tensor,
@@ -184,7 +170,7 @@ def _launch(
     count = lanes.row_L.shape[0]
     if count == 0:
         return
-    if config.splits > 1 and count * shape.num_heads * config.splits > scratch.capacity:
+    if config.splits > 1 and not scratch.holds(count, shape, config.splits):
         raise ValueError(f"scratch is too small for {count} lanes in {config.splits} splits")
     scale, soft_cap = score_factors(shape)
     rope = scratch.lse if prep is None else prep.rope_P2D
@@ -255,8 +241,7 @@ def _decode_kernel(
             KV_HEADS, GROUP, HEAD, BLOCK_SIZE, CAPPED, NORMED,
         )
     else:
-        top = tl.full([ROWS], FLOOR, tl.float32)
-        total = tl.zeros([ROWS], tl.float32)
+        top, total = tl.full([ROWS], FLOOR, tl.float32), tl.zeros([ROWS], tl.float32)
         acc_low = tl.zeros([ROWS, HALF_PAD], tl.float32)
         acc_high = tl.zeros([ROWS, HALF_PAD], tl.float32)
     top, total, acc_low, acc_high = _attend_tiles(
@@ -264,28 +249,40 @@ def _decode_kernel(
         keys, values, blocks + row * blocks_stride, kv_head, column, scale, soft_cap,
         KV_HEADS, HEAD, BLOCK_SIZE, TILE, WINDOW, CAPPED,
     )
+    _finish(
+        top, total, acc_low, acc_high, v_scale, out + token * out_token_stride + column, out_head_stride,
+        partial_acc, partial_lse, counter + lane * KV_HEADS + kv_head, lane * KV_HEADS * GROUP,
+        kv_head * GROUP, split, pieces, member, column, in_group, GROUP, HEAD, SPLITS,
+    )
+
+
+@jit
+def _finish(
+    top: Arg, total: Arg, acc_low: Arg, acc_high: Arg, v_scale: Arg, to: Arg, out_head_stride: Arg,
+    partial_acc: Arg, partial_lse: Arg, counter: Arg, lane_head: Arg, first_head: Arg, split: Arg,
+    pieces: Arg, member: Arg, column: Arg, in_group: Arg,
+    GROUP: tl.constexpr, HEAD: tl.constexpr, SPLITS: tl.constexpr,
+) -> None:
+    """A lane's only piece is its result; else store the partial one, and the last piece to do so merges."""
     factor = (v_scale / total)[:, None]
-    to = out + token * out_token_stride + column
     if pieces == 1:
-        to_head = to + head * out_head_stride
-        tl.store(to_head, (acc_low * factor).to(out.dtype.element_ty), mask=in_group)
-        tl.store(to_head + HEAD // 2, (acc_high * factor).to(out.dtype.element_ty), mask=in_group)
+        to_head = to + (first_head + member)[:, None] * out_head_stride
+        tl.store(to_head, (acc_low * factor).to(to.dtype.element_ty), mask=in_group)
+        tl.store(to_head + HEAD // 2, (acc_high * factor).to(to.dtype.element_ty), mask=in_group)
     else:
-        first_head = lane * KV_HEADS * GROUP + kv_head * GROUP
-        place = (first_head + member) * SPLITS + split
+        place = (lane_head + first_head + member) * SPLITS + split
         tl.store(partial_lse + place, top + tl.log2(total), mask=member < GROUP)
         to_partial = partial_acc + place[:, None] * HEAD + column
         tl.store(to_partial, acc_low * factor, mask=in_group)
         tl.store(to_partial + HEAD // 2, acc_high * factor, mask=in_group)
         # One thread's release covers its whole program's stores only after a barrier.
         tl.debug_barrier()
-        mine = counter + lane * KV_HEADS + kv_head
-        if tl.atomic_add(mine, 1, sem="acq_rel") == pieces - 1:
+        if tl.atomic_add(counter, 1, sem="acq_rel") == pieces - 1:
             _merge(
-                to + kv_head * GROUP * out_head_stride, out_head_stride, partial_acc, partial_lse, first_head,
-                pieces, column, GROUP, HEAD, SPLITS,
+                to + first_head * out_head_stride, out_head_stride, partial_acc, partial_lse,
+                lane_head + first_head, pieces, column, GROUP, HEAD, SPLITS,
             )
-            tl.store(mine, 0)
+            tl.store(counter, 0)
 
 
 @jit

@@ -1,8 +1,6 @@
 """From the fused projection to attention: q and k normalised by head and turned, K and V into their pages.
 
 A head x of q or k becomes rotate(x / sqrt(mean(x^2) + eps) * weight); see layers/rotary.py for the table.
-Pools are head-major, [blocks, G, block_size, D], so that a head's keys of one block lie in one piece; slot s
-is place s % block_size of block s // block_size.
 
 Legend: T tokens, H query heads, G KV heads, X = H + 2 G heads of the projection, D head size, P positions.
 """
@@ -25,6 +23,7 @@ from slipstream.kernels.backend import (
     tl,
     use_triton,
 )
+from slipstream.kernels.paged import PagedPool, store_kv
 
 Tensor = torch.Tensor
 
@@ -41,30 +40,6 @@ class HeadPrep:
     rope_P2D: Tensor
     norm_YD: Tensor | None = None
     eps: float = 0.0
-
-
-@dataclass(frozen=True, slots=True)
-class PagedPool:
-    """One layer's K and V, [blocks, G, block_size, D] each, contiguous. A float8 pool holds K / k_scale and
-    V / v_scale."""
-
-    keys: Tensor
-    values: Tensor
-    k_scale: float = 1.0
-    v_scale: float = 1.0
-
-    @property
-    def block_size(self) -> int:
-        return self.keys.shape[2]
-
-    def check(self, num_kv_heads: int, head_dim: int) -> None:
-        """Raises ValueError unless the pool has this shape."""
-        if self.keys.shape != self.values.shape or self.keys.dtype != self.values.dtype:
-            raise ValueError("keys and values must have one shape and type")
-        if self.keys.dim() != 4 or self.keys.shape[1::2] != (num_kv_heads, head_dim):
-            raise ValueError(f"pool must be [blocks, {num_kv_heads}, block_size, {head_dim}]")
-        if not (self.keys.is_contiguous() and self.values.is_contiguous()):
-            raise ValueError("pool must be contiguous")
 
 
 def write_qkv(
@@ -123,10 +98,7 @@ def write_qkv_reference(
         qk_TYD = F.rms_norm(qk_TYD, qk_TYD.shape[-1:], None, prep.eps) * prep.norm_YD
     cos_T1D, sin_T1D = prep.rope_P2D[position_T].unsqueeze(2).unbind(1)
     turned_TYD = qk_TYD * cos_T1D + qk_TYD.roll(qk_TYD.shape[-1] // 2, -1) * sin_T1D
-    block_T, place_T = slot_T // pool.block_size, slot_T % pool.block_size
-    k_TGD = turned_TYD[:, -num_kv_heads:] / pool.k_scale
-    pool.keys[block_T, :, place_T] = k_TGD.to(pool.keys.dtype)
-    pool.values[block_T, :, place_T] = (v_TGD / pool.v_scale).to(pool.values.dtype)
+    store_kv(turned_TYD[:, -num_kv_heads:], v_TGD, slot_T, pool)
     q_THD: Tensor = turned_TYD[:, :-num_kv_heads].to(qkv_TXD.dtype)
     return q_THD
 

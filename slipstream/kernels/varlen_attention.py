@@ -18,7 +18,8 @@ import torch
 
 from slipstream.kernels.attention_common import (
     FLOOR,
-    HeadShape,
+    MIN_ROWS,
+    LayerAttention,
     attend_reference,
     base2_scores,
     score_factors,
@@ -35,8 +36,7 @@ from slipstream.kernels.backend import (
     tl,
     use_triton,
 )
-from slipstream.kernels.decode_attention import MIN_ROWS, DecodeLanes
-from slipstream.kernels.qkv_write import PagedPool
+from slipstream.kernels.paged import PagedLanes, PagedPool
 
 Tensor = torch.Tensor
 
@@ -52,16 +52,19 @@ class VarlenConfig:
     warps: int
     stages: int
 
-    def queries(self, shape: HeadShape) -> int:
+    def queries(self, shape: LayerAttention) -> int:
         """Queries of a tile."""
         return self.rows // shape.group
 
 
-def choose_varlen(shape: HeadShape, dtype: torch.dtype) -> VarlenConfig:
-    """Tiles that shared memory holds (227 KiB on Hopper)."""
+def choose_varlen(shape: LayerAttention, dtype: torch.dtype, all_lanes: bool = False) -> VarlenConfig:
+    """Tiles that shared memory holds (227 KiB on Hopper). all_lanes: decode lanes, which fill two or three
+    rows of a tile, come this way too."""
     least = max(MIN_ROWS, next_power_of_2(shape.group))
     if dtype.itemsize > 2:  # no tensor cores: small tiles, for registers' sake
         return VarlenConfig(rows=least, tile=32, warps=4, stages=2)
+    if all_lanes:
+        return VarlenConfig(rows=max(64, least), tile=32, warps=4, stages=3)
     if shape.head_dim <= 128:
         return VarlenConfig(rows=max(128, least), tile=64, warps=8, stages=3)
     return VarlenConfig(rows=max(64, least), tile=32, warps=8, stages=3)
@@ -109,9 +112,9 @@ def list_tiles_reference(query_start_L1: Tensor, num_tokens: int, queries: int, 
 def varlen_attention(
     q_THD: Tensor,
     tiles: QueryTiles,
-    lanes: DecodeLanes,
+    lanes: PagedLanes,
     pool: PagedPool,
-    shape: HeadShape,
+    shape: LayerAttention,
     config: VarlenConfig,
     out_THD: Tensor,
 ) -> None:
@@ -145,9 +148,9 @@ def varlen_attention(
 def varlen_attention_reference(
     q_THD: Tensor,
     tiles: QueryTiles,
-    lanes: DecodeLanes,
+    lanes: PagedLanes,
     pool: PagedPool,
-    shape: HeadShape,
+    shape: LayerAttention,
     config: VarlenConfig,
     out_THD: Tensor,
 ) -> None:

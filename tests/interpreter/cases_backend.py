@@ -8,8 +8,7 @@ from kernel_cases import attention_case
 
 from slipstream.attention.paged_triton import PagedTritonAttention
 from slipstream.attention.protocol import AttentionBatch, LayerAttention
-from slipstream.kernels.decode_attention import DecodeLanes
-from slipstream.kernels.qkv_write import PagedPool
+from slipstream.kernels.paged import PagedLanes, PagedPool
 
 SHAPE = LayerAttention(6, 2, 64, 0.125)
 STEPS = {
@@ -60,7 +59,7 @@ def test_a_batch_invariant_lane_is_the_same_alone_to_the_bit():
     alone = replace(
         case,
         **{name: getattr(case, name)[case.lane_T == 3] for name in ("qkv_TXD", "position_T", "slot_T")},
-        lanes=DecodeLanes(
+        lanes=PagedLanes(
             lanes.row_L[3:4], lanes.length_L[3:4], lanes.blocks_RB, torch.tensor([0, 9], dtype=torch.int32)
         ),
     )

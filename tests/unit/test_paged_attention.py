@@ -81,7 +81,8 @@ def test_a_step_equals_dense_attention(heads, kv_heads, window, soft_cap, decode
             slot_T=torch.from_numpy(
                 table[lane_of, position // block].astype(np.int64) * block + position % block
             ),
-            block_table_LB=torch.from_numpy(table),
+            row_L=torch.arange(len(lanes)),
+            blocks_RB=torch.from_numpy(table),
             query_len_L=query_len,
             length_bound_L=bound,
             num_decode_lanes=len(decodes),

@@ -1,5 +1,5 @@
-"""Every Triton kernel in Triton's interpreter, on a CPU: tests/interpreter/cases_*.py, each in a process of its
-own, because Triton reads TRITON_INTERPRET when it is imported."""
+"""Every Triton kernel in Triton's interpreter, on a CPU: tests/interpreter/cases_*.py, each in a process of
+its own, because Triton reads TRITON_INTERPRET when it is imported."""
 
 import os
 import subprocess
