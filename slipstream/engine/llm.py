@@ -149,7 +149,8 @@ def _as_prompts(prompts: Prompt | Sequence[Prompt]) -> list[Any]:
     if isinstance(prompts, str | Mapping):
         return [prompts]
     listed = list(prompts)
-    return [listed] if listed and isinstance(listed[0], int | np.integer) else listed
+    single = bool(listed) and isinstance(listed[0], int | np.integer)
+    return [prompts] if single else listed
 
 
 def _one_each(field: str, given: T | Sequence[T], kind: type[T], count: int) -> list[T]:
