@@ -21,6 +21,7 @@ import torch
 from slipstream.config.model import RopeSpec
 
 Tensor = torch.Tensor
+Turn = tuple[Tensor, Tensor]
 
 
 class Rotary:
@@ -38,14 +39,16 @@ class Rotary:
         self.table_P2D = torch.stack((torch.cat((cos, cos), -1), torch.cat((-sin, sin), -1)), dim=1)
         self.num_bytes = self.table_P2D.nbytes
 
-    def rows(self, positions_T: Tensor) -> Tensor:
-        """The step's rows, [T, 2, D] float32: cosines, then signed sines. positions_T: int64."""
-        return self.table_P2D.index_select(0, positions_T)
+    def turn(self, positions_T: Tensor) -> Turn:
+        """The step's cosines and signed sines, [T, 1, D] float32. positions_T: int64."""
+        rows_T2D = self.table_P2D.index_select(0, positions_T)
+        return rows_T2D[:, :1], rows_T2D[:, 1:]
 
 
-def rotate(x_THD: Tensor, rows_T2D: Tensor) -> Tensor:
-    """Turns every head of x by its token's angles. Any strides in; a new tensor of x's dtype out."""
-    cos_T1D, sin_T1D = rows_T2D[:, :1], rows_T2D[:, 1:]
+def rotate(x_THD: Tensor, turn: Turn) -> Tensor:
+    """Turns every head of x by its token's angles. x: adjacent elements in a head; a new tensor of x's dtype
+    out."""
+    cos_T1D, sin_T1D = turn
     halves = x_THD.view(*x_THD.shape[:-1], 2, -1)
     return (x_THD * cos_T1D).addcmul_(halves.flip(-2).view(x_THD.shape), sin_T1D).to(x_THD.dtype)
 

@@ -19,7 +19,7 @@ from slipstream.layers.activation import silu_and_mul
 from slipstream.layers.embedding import Embedding
 from slipstream.layers.linear import Linear, LinearBackend
 from slipstream.layers.norm import HeadNorm, NoHeadNorm, RMSNorm
-from slipstream.layers.rotary import Rotary, rotate
+from slipstream.layers.rotary import Rotary, Turn, rotate
 from slipstream.models.base import Weight
 
 Tensor = torch.Tensor
@@ -74,40 +74,37 @@ class Decoder:
         self._embed = Embedding(embed_VH)
         prefixes = map(names.layer.format, range(spec.num_layers))
         self._layers = [self._layer(spec, prefix, weight) for prefix in prefixes]
-        self._final_norm = self._norm(spec, names.final_norm, weight)
+        final_norm = self._norm(spec, names.final_norm, weight)
+        self._next_norms = [layer.attention_norm for layer in self._layers[1:]] + [final_norm]
         head_VH = embed_VH if spec.tie_word_embeddings else weight(names.lm_head + ".weight")
         self._lm_head = linear.make(head_VH, None)
         self._rotary = Rotary(spec.rope, spec.max_model_len, device)
         shared = embed_VH.nbytes if spec.tie_word_embeddings and linear.name == "torch" else 0
         parts = [getattr(layer, field.name) for layer in self._layers for field in fields(Layer)]
-        parts += [self._embed, self._final_norm, self._lm_head, self._rotary]
+        parts += [self._embed, final_norm, self._lm_head, self._rotary]
         self.num_bytes = sum(part.num_bytes for part in parts) - shared
 
     def forward(self, tokens_T: Tensor, positions_T: Tensor, attend: Attend) -> Tensor:
         count = len(tokens_T)
-        pad = (0, 0, 0, self._linear.even_rows(count) - count)
-        residual_MH = _padded(self._embed(tokens_T), pad)
-        rows_T2D = self._rotary.rows(positions_T)
+        rows = self._linear.even_rows(count)
+        residual_MH = _padded(self._embed(tokens_T), rows)
+        turn = self._rotary.turn(positions_T)
         hidden_MH = self._layers[0].attention_norm(residual_MH)
-        next_norms = [layer.attention_norm for layer in self._layers[1:]] + [self._final_norm]
-        for index, (layer, next_norm) in enumerate(zip(self._layers, next_norms, strict=True)):
+        for index, (layer, next_norm) in enumerate(zip(self._layers, self._next_norms, strict=True)):
             qkv_TXD = layer.qkv(hidden_MH)[:count].view(count, -1, self._head_dim)
-            mixed_THD = self._attention(index, layer, qkv_TXD, rows_T2D, attend)
-            hidden_MH = layer.mlp_norm.add(residual_MH, layer.o(_padded(mixed_THD.flatten(1), pad)))
+            mixed_THD = self._attention(index, layer, qkv_TXD, turn, attend)
+            hidden_MH = layer.mlp_norm.add(residual_MH, layer.o(_padded(mixed_THD.flatten(1), rows)))
             hidden_MH = next_norm.add(residual_MH, layer.down(silu_and_mul(layer.gate_up(hidden_MH))))
         return hidden_MH[:count]
 
-    def _attention(
-        self, index: int, layer: Layer, qkv_TXD: Tensor, rows_T2D: Tensor, attend: Attend
-    ) -> Tensor:
+    def _attention(self, index: int, layer: Layer, qkv_TXD: Tensor, turn: Turn, attend: Attend) -> Tensor:
         turning = self._heads + self._kv_heads
-        qk_TQD = rotate(layer.head_norm(qkv_TXD[:, :turning]), rows_T2D)
+        qk_TQD = rotate(layer.head_norm(qkv_TXD[:, :turning]), turn)
         return attend(index, qk_TQD[:, : self._heads], qk_TQD[:, self._heads :], qkv_TXD[:, turning:])
 
     def logits(self, hidden_NH: Tensor) -> Tensor:
         count = len(hidden_NH)
-        pad = (0, 0, 0, self._linear.even_rows(count) - count)
-        return self._lm_head(_padded(hidden_NH, pad))[:count].float()
+        return self._lm_head(_padded(hidden_NH, self._linear.even_rows(count)))[:count].float()
 
     def _layer(self, spec: ModelSpec, prefix: str, weight: Weight) -> Layer:
         names = self.names
@@ -164,6 +161,6 @@ class Decoder:
         return shapes | {names.final_norm + ".weight": (hidden,)}
 
 
-def _padded(x_MH: Tensor, pad: tuple[int, int, int, int]) -> Tensor:
+def _padded(x_TH: Tensor, rows: int) -> Tensor:
     """Zero rows below x, where the linear layers want them."""
-    return F.pad(x_MH, pad) if pad[3] else x_MH
+    return x_TH if rows == len(x_TH) else F.pad(x_TH, (0, 0, 0, rows - len(x_TH)))
