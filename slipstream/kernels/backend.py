@@ -26,6 +26,8 @@ else:
 
 INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
 HOPPER = (9, 0)
+# Blocks over lanes are at least this wide, so that one compiled kernel serves any smaller count.
+FEW_LANES = 256
 
 
 def jit(function: Callable[..., Any]) -> Any:

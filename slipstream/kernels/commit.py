@@ -10,6 +10,7 @@ from dataclasses import dataclass
 import torch
 
 from slipstream.kernels.backend import (
+    FEW_LANES,
     Arg,
     ceil_div,
     jit_with,
@@ -75,7 +76,7 @@ def commit_step(
         inputs.row_L, inputs.end_L, inputs.alive_L, sample_to_lane_N, token_N, ok_N, *columns,
         record.count_L, record.finish_L, record.token_L, lanes, sample_to_lane_N.shape[0],
         *(column.stride(0) for column in columns),
-        SAMPLES=next_power_of_2(sample_to_lane_N.shape[0]),
+        SAMPLES=max(FEW_LANES, next_power_of_2(sample_to_lane_N.shape[0])),
         ENDS=end_ids_RE.shape[1], ENDS_PAD=next_power_of_2(end_ids_RE.shape[1]), LANES=LANES_AT_ONCE,
         **pdl_options(tokens_RM), num_warps=4,
     )
@@ -119,7 +120,7 @@ def commit_step_reference(
 
 @jit_with(
     do_not_specialize=("lanes", "samples"),
-    do_not_specialize_on_alignment=("end_in", "finish_out", "token_out"),
+    do_not_specialize_on_alignment=("count_out", "finish_out", "token_out"),
 )
 def _commit_kernel(
     row_in: Arg, end_in: Arg, alive_in: Arg, sample_to_lane: Arg, token_in: Arg, ok_in: Arg,

@@ -25,7 +25,16 @@ from slipstream.kernels.attention_common import (
     score_factors,
     softmax_step,
 )
-from slipstream.kernels.backend import Arg, jit, next_power_of_2, pdl_begin, pdl_options, tl, use_triton
+from slipstream.kernels.backend import (
+    Arg,
+    jit,
+    jit_with,
+    next_power_of_2,
+    pdl_begin,
+    pdl_options,
+    tl,
+    use_triton,
+)
 from slipstream.kernels.paged import PagedLanes, PagedPool
 from slipstream.kernels.qkv_write import (
     HeadPrep,
@@ -193,7 +202,7 @@ def _launch(
     )
 
 
-@jit
+@jit_with(do_not_specialize=("blocks_stride",))
 def _decode_kernel(
     source: Arg, out: Arg, keys: Arg, values: Arg, rows: Arg, lengths: Arg, query_start: Arg, blocks: Arg,
     slots: Arg, rope: Arg, norm: Arg, partial_acc: Arg, partial_lse: Arg, counter: Arg,

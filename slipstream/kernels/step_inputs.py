@@ -10,6 +10,7 @@ from dataclasses import dataclass
 import torch
 
 from slipstream.kernels.backend import (
+    FEW_LANES,
     Arg,
     ceil_div,
     jit_with,
@@ -120,8 +121,11 @@ def _launch(
     block_size: int,
 ) -> StepInputs:
     lanes, device = lane_to_row_L.shape[0], tokens_RM.device
-    token_T, position_T, slot_T = torch.empty(3, num_tokens, dtype=torch.int64, device=device).unbind()
-    length_L, end_L = torch.empty(2, lanes, dtype=torch.int32, device=device).unbind()
+    # Tensors of their own, so that all are aligned, whatever the count of tokens: see jit_with.
+    token_T, position_T, slot_T = (
+        torch.empty(num_tokens, dtype=torch.int64, device=device) for _ in range(3)
+    )
+    length_L, end_L = (torch.empty(lanes, dtype=torch.int32, device=device) for _ in range(2))
     query_start_L1 = torch.empty(lanes + 1, dtype=torch.int32, device=device)
     row_L = torch.empty(lanes, dtype=torch.int64, device=device)
     alive_L = torch.empty(lanes, dtype=torch.bool, device=device)
@@ -130,16 +134,13 @@ def _launch(
         token_T, position_T, slot_T, query_start_L1, length_L, row_L, end_L, alive_L,
         lanes, num_tokens,
         tokens_RM.stride(0), num_computed_R.stride(0), alive_R.stride(0), blocks_RB.stride(0),
-        BLOCK_SIZE=block_size, LANES=next_power_of_2(lanes), TOKENS=TOKENS_AT_ONCE,
+        BLOCK_SIZE=block_size, LANES=max(FEW_LANES, next_power_of_2(lanes)), TOKENS=TOKENS_AT_ONCE,
         **pdl_options(token_T), num_warps=4,
     )
     return StepInputs(token_T, position_T, slot_T, query_start_L1, length_L, row_L, end_L, alive_L)
 
 
-@jit_with(
-    do_not_specialize=("lanes", "num_tokens"),
-    do_not_specialize_on_alignment=("position_out", "slot_out", "end_out"),
-)
+@jit_with(do_not_specialize=("lanes", "num_tokens", "blocks_stride"))
 def _inputs_kernel(
     lane_to_row: Arg, query_len: Arg, tokens: Arg, num_computed: Arg, alive: Arg, blocks: Arg,
     token_out: Arg, position_out: Arg, slot_out: Arg, query_start_out: Arg, length_out: Arg, row_out: Arg,

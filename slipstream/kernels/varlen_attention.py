@@ -26,6 +26,7 @@ from slipstream.kernels.attention_common import (
     softmax_step,
 )
 from slipstream.kernels.backend import (
+    FEW_LANES,
     Arg,
     ceil_div,
     jit,
@@ -87,10 +88,10 @@ def list_tiles(query_start_L1: Tensor, num_tokens: int, queries: int, least: int
         return list_tiles_reference(query_start_L1, num_tokens, queries, least)
     lanes = query_start_L1.shape[0] - 1
     count = num_tokens // queries + lanes
-    lane_X, first_X = query_start_L1.new_empty(2, count).unbind()
+    lane_X, first_X = query_start_L1.new_empty(count), query_start_L1.new_empty(count)
     _list_kernel[(ceil_div(count, LIST_AT_ONCE),)](
         query_start_L1, lane_X, first_X, lanes, count,
-        QUERIES=queries, LEAST=least, LANES=next_power_of_2(lanes), TILES=LIST_AT_ONCE,
+        QUERIES=queries, LEAST=least, LANES=max(FEW_LANES, next_power_of_2(lanes)), TILES=LIST_AT_ONCE,
         **pdl_options(lane_X), num_warps=4,
     )
     return QueryTiles(lane_X, first_X)
@@ -187,7 +188,7 @@ def _list_kernel(
     tl.store(first_out + tile, first, mask=tile < count)
 
 
-@jit
+@jit_with(do_not_specialize=("blocks_stride",))
 def _varlen_kernel(
     q: Arg, out: Arg, keys: Arg, values: Arg, tile_lane: Arg, tile_first: Arg, rows: Arg, lengths: Arg,
     query_start: Arg, blocks: Arg, scale: Arg, soft_cap: Arg, v_scale: Arg,
