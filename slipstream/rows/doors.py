@@ -142,6 +142,11 @@ class OutRecord:
         return self.host[:, :lanes].copy()
 
 
+def from_host(values: Array, device: torch.device) -> Tensor:
+    """A rare list of numbers (blocks to clear) on the device; not for what every step needs."""
+    return torch.from_numpy(values).to(device)
+
+
 def to_host(tensor: Tensor) -> Array:
     """A large and rare result (logprobs) as NumPy, after the event of the step that made it."""
     return tensor.cpu().numpy()

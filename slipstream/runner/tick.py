@@ -17,7 +17,7 @@ from slipstream.kernels.logprobs import token_logprobs
 from slipstream.kernels.step_inputs import StepInputs, build_step_inputs
 from slipstream.models.base import Model
 from slipstream.rows.columns import Array
-from slipstream.rows.doors import OutRecord, StagedWrites
+from slipstream.rows.doors import OutRecord, StagedWrites, from_host
 from slipstream.rows.table import RowTable
 from slipstream.runner.lanes import LOGPROBS, LaneSet, PromptScore
 from slipstream.sampling.pipeline import Pipeline
@@ -39,6 +39,7 @@ class StepWork:
     length_bound_L: Array
     prompt_scores: list[PromptScore]
     record: OutRecord
+    fresh_blocks: Array
 
 
 @dataclass(slots=True)
@@ -63,6 +64,8 @@ class Tick:
     def run(self, work: StepWork) -> TickOutput:
         """One step on the stream."""
         work.writes.apply(self._table.arena)
+        if len(work.fresh_blocks):
+            self._attention.clear(from_host(work.fresh_blocks, self._table.device).long())
         lanes = work.lanes
         inputs = self._inputs(lanes)
         attend = self._attention.bind(self._attention_batch(inputs, work))

@@ -102,8 +102,8 @@ def _object(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
             400, f"body: an object has {len(pairs)} fields, the limit is {MAX_OBJECT_FIELDS}", "body"
         )
     if len(value) < len(pairs):
-        seen: set[str] = set()
-        twice = next(name for name, _ in pairs if name in seen or seen.add(name))  # type: ignore[func-returns-value]
+        names = [name for name, _ in pairs]
+        twice = next(name for place, name in enumerate(names) if name in names[:place])
         raise ApiError(400, f"{twice[:80]}: is given twice", twice[:80])
     return value
 
