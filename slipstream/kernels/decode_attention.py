@@ -36,13 +36,7 @@ from slipstream.kernels.backend import (
     use_triton,
 )
 from slipstream.kernels.paged import PagedLanes, PagedPool
-from slipstream.kernels.qkv_write import (
-    HeadPrep,
-    check_qkv,
-    head_norm,
-    rotate_halves,
-    write_qkv_reference,
-)
+from slipstream.kernels.qkv_write import HeadPrep, check_qkv, head_norm, rotate_halves, write_qkv_reference
 
 Tensor = torch.Tensor
 
