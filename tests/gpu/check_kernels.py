@@ -30,6 +30,7 @@ from kernel_cases import AttentionCase, attention_case, with_float8_pool  # noqa
 from slipstream.kernels import (  # noqa: E402
     commit,
     decode_attention,
+    greedy,
     qkv_write,
     rms_norm,
     silu_and_mul,
@@ -202,6 +203,20 @@ def step_kernels_error() -> float:
     return 0.0
 
 
+def greedy_error() -> float:
+    for lanes, vocab, dtype in ((1, 151936, F32), (64, 128256, BF16), (9, 4097, F32), (256, 50257, F32)):
+        logits = torch.randn(lanes, vocab + 3, device=CUDA).to(dtype)[:, :vocab]
+        best, place = logits.double().max(1), torch.arange(vocab, device=CUDA)
+        first = torch.where(logits.double() == best.values[:, None], place, vocab).amin(1)
+        for row, value in enumerate((float("nan"), float("inf"), float("-inf"))[: lanes - 1]):
+            logits[row, vocab - 1 - row] = value
+            first[row] = 0
+        token, ok = greedy.choose_greedy(logits)
+        assert torch.equal(token.long(), first), "other tokens"
+        assert torch.equal(ok, torch.arange(lanes, device=CUDA) >= min(3, lanes - 1)), "other verdicts"
+    return 0.0
+
+
 def check_all() -> None:
     for dtype, limit in ((BF16, 1e-2), (F32, 2e-5)):
         kind = str(dtype).removeprefix("torch.")
@@ -224,6 +239,7 @@ def check_all() -> None:
     config = choose_decode(len(DECODES), 8, 128, BF16)
     # A new key may round to the other of two float8 neighbours, 2^-3 apart.
     check("decode, float8 pool", lambda: decode_error(case, config), 3e-2)
+    check("greedy choice", greedy_error, 0.0)
     check("staged writes, step inputs, commit", step_kernels_error, 0.0)
 
 

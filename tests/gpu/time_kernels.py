@@ -13,7 +13,14 @@ from contextlib import contextmanager
 import torch
 from kernel_cases import rope_table
 
-from slipstream.kernels import decode_attention, qkv_write, rms_norm, silu_and_mul, varlen_attention
+from slipstream.kernels import (
+    decode_attention,
+    greedy,
+    qkv_write,
+    rms_norm,
+    silu_and_mul,
+    varlen_attention,
+)
 from slipstream.kernels.attention_common import LayerAttention
 from slipstream.kernels.decode_attention import DecodeConfig, DecodeScratch, choose_decode
 from slipstream.kernels.paged import PagedLanes, PagedPool
@@ -24,7 +31,7 @@ CUDA, BF16 = torch.device("cuda"), torch.bfloat16
 # Measured: a read-only stream, and dense bfloat16 products.
 BYTES_PER_US, FLOPS_PER_US = 4.59e6, 790e6
 QWEN = LayerAttention(16, 8, 128, 128**-0.5)
-MODULES = (rms_norm, silu_and_mul, qkv_write, decode_attention, varlen_attention)
+MODULES = (greedy, rms_norm, silu_and_mul, qkv_write, decode_attention, varlen_attention)
 
 
 @contextmanager
@@ -128,6 +135,10 @@ def time_all() -> None:
         floor = lanes * seen * 4 * 16 * 128 / FLOPS_PER_US
         runs = varlen_runs(lanes, tokens, context)
         report(f"varlen, {lanes} x {tokens} tokens after {context}", runs, floor)
+    for lanes in (1, 8, 64, 256):
+        logits = [torch.randn(lanes, 151936, device=CUDA) for _ in range(3)]
+        runs = [lambda x=each: greedy.choose_greedy(x) for each in logits]
+        report(f"greedy choice, {lanes} lanes", runs, logits[0].nbytes / BYTES_PER_US)
     for tokens in (1, 8, 64, 256, 8192):
         time_layer_kernels(tokens)
 
