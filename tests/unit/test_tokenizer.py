@@ -21,7 +21,6 @@ from slipstream.loading.gguf_file import GGUFFile
 from slipstream.text.tokenizer import Tokenizer, load_tokenizer
 
 GPT2 = r"'(?:[sdmt]|ll|ve|re)| ?\p{L}+| ?\p{N}+| ?[^\s\p{L}\p{N}]+|\s+(?!\S)|\s+"
-SMOLLM = r"\p{N}|'(?:[sdmt]|ll|ve|re)| ?\p{L}+| ?[^\s\p{L}\p{N}]+|\s+(?!\S)|\s+"
 LLAMA3 = TikTokenConverter().pattern
 QWEN2 = LLAMA3.replace(r"\p{N}{1,3}", r"\p{N}")
 
