@@ -18,6 +18,7 @@ from slipstream.text.tokenizer import Tokenizer
 Array = np.ndarray
 _SLOT_BITS = 24
 _SLOT_MASK = (1 << _SLOT_BITS) - 1
+_FINISH = tuple(Finish)  # by code
 _NOWHERE = 0  # the row that tokens of watched samples and of former owners fall into
 
 
@@ -183,7 +184,7 @@ class OutputProcessor:
             if (sample := self._store.find(key)) is not None:
                 sample.request.error = error
         slots, live = self._store.append(outputs.keys, outputs.num_tokens, outputs.tokens)
-        noted = np.flatnonzero(live & (self._store.watched[slots] | (outputs.finish != Finish.NONE)))
+        noted = np.flatnonzero(live & (self._store.watched[slots] | (outputs.finish != 0)))
         return self._advance(outputs, slots, noted) if len(noted) else ([], [])
 
     def _advance(
@@ -196,7 +197,7 @@ class OutputProcessor:
         counts, finishes = outputs.num_tokens.tolist(), outputs.finish.tolist()
         for place, slot in zip(noted.tolist(), slots[noted].tolist(), strict=True):
             sample = self._store.sample(slot)
-            request, finish, count = sample.request, Finish(finishes[place]), counts[place]
+            request, finish, count = sample.request, _FINISH[finishes[place]], counts[place]
             new = self._store.tokens(sample)
             if sample.watched:
                 new = tokens[ends[place] - count : ends[place]]
