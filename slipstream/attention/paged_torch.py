@@ -16,6 +16,7 @@ import torch
 from torch.nn.functional import scaled_dot_product_attention
 
 from slipstream.attention.protocol import AttentionBatch, LayerAttention
+from slipstream.rows.doors import lazy_zeros
 
 Tensor = torch.Tensor
 
@@ -69,14 +70,7 @@ class PagedTorchAttention:
         for pool in (self.keys, self.values):
             pool.clear()
             pool += [
-                torch.zeros(
-                    num_blocks,
-                    self.block_size,
-                    a.num_kv_heads,
-                    a.head_dim,
-                    dtype=self.dtype,
-                    device=self.device,
-                )
+                lazy_zeros((num_blocks, self.block_size, a.num_kv_heads, a.head_dim), self.dtype, self.device)
                 for a in self.layers
             ]
 

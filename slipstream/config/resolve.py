@@ -196,7 +196,7 @@ def _kv_cache(args: EngineArgs) -> Choice:
         )
     return Choice(
         value=f"{args.gpu_memory_utilization:.0%} of memory",
-        reason="what weights and activations leave",
+        reason="what weights and activations leave, on a CPU at most 4 GiB",
         flag="--gpu-memory-utilization",
     )
 

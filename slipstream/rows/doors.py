@@ -6,7 +6,8 @@ A buffer is reused only after the event of its last reader (its ticket): queue d
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import math
+from collections.abc import Callable, Sequence
 from typing import Generic, TypeVar
 
 import numpy as np
@@ -140,6 +141,14 @@ class OutRecord:
     def read(self, lanes: int) -> Array:
         """Runs on the host after the step's event: a copy, so that the record can be reused at once."""
         return self.host[:, :lanes].copy()
+
+
+def lazy_zeros(shape: Sequence[int], dtype: torch.dtype, device: torch.device) -> Tensor:
+    """Zeros whose pages a CPU takes only as they are written: a large pool costs nothing at start."""
+    if device.type != "cpu":
+        return torch.zeros(*shape, dtype=dtype, device=device)
+    memory = np.zeros(math.prod(shape) * dtype.itemsize, np.uint8)
+    return torch.from_numpy(memory).view(dtype).view(*shape)
 
 
 def from_host(values: Array, device: torch.device) -> Tensor:

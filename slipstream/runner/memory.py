@@ -20,6 +20,8 @@ STATUS = Path("/proc/self/status")
 # Tokens of the CPU profile step; activations grow in proportion to tokens, so the measure is scaled up to the
 # largest step. (A whole step of 512 tokens costs a second at start.)
 PROFILE_TOKENS = 128
+# The pool of a CPU shares memory with everything else there: unless asked, it takes no more than this.
+CPU_KV_BYTES = 4 << 30
 
 
 @dataclass(frozen=True, slots=True)
@@ -67,7 +69,10 @@ def size_kv_pool(plan: EnginePlan, weights: int, activations: int, bytes_per_blo
         blocks = plan.args.kv_cache_memory_bytes // bytes_per_block
     else:
         most = plan.max_num_seqs * -(-plan.max_model_len // plan.block_size) + 1
-        blocks = min(most, (total - weights - activations) // bytes_per_block)
+        left = total - weights - activations
+        if plan.device == "cpu":
+            left = min(left, CPU_KV_BYTES)
+        blocks = min(most, left // bytes_per_block)
     if blocks < 2:
         mib = f"weights {weights / 2**20:,.0f} MiB and activations {activations / 2**20:,.0f} MiB"
         raise ValueError(
