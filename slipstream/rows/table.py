@@ -29,7 +29,7 @@ def base_columns(max_model_len: int, max_blocks: int) -> tuple[Column, ...]:
     """What every row has, whatever features are on. Lengths are exact on the device.
 
     length: tokens in the row; num_computed: KV positions filled; min_len: end tokens are masked below this
-    length.
+    length; features: what sampling features the row uses, bit i is the i-th of the pipeline's names.
     """
     return (
         Column("alive", writer="commit"),
@@ -41,6 +41,7 @@ def base_columns(max_model_len: int, max_blocks: int) -> tuple[Column, ...]:
         Column("max_len"),
         Column("seed_lo"),
         Column("seed_hi"),
+        Column("features"),
         Column("tokens", width=max_model_len, writer="commit"),
         Column("blocks", width=max_blocks, writer="plan"),
         Column("end_ids", width=limits.MAX_END_TOKEN_IDS),

@@ -76,6 +76,7 @@ class ModelRunner:
         for admission in admissions:
             writer = self.table.admit(admission)
             features = self._pipeline.admit(admission.request, writer)
+            writer.scalar("features", features)
             writer.commit()
             self._mirror.admit(admission, features, self._vocab_size)
 

@@ -69,6 +69,7 @@ def make_batch(pipeline: Pipeline, rows: Sequence[Row]) -> SampleBatch:
         tokens = np.array(row.tokens, np.int32)
         writer = table.admit(Admission(number, 1, request, tokens, 0, np.array([1], np.int32)))
         used.append(pipeline.admit(request, writer))
+        writer.scalar("features", used[-1])
         writer.commit()
     table.flush().apply(table.arena)
     row_N = torch.tensor(row_of_lane)

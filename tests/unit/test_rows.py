@@ -58,6 +58,7 @@ def test_admission_overwrites_every_scalar_that_the_last_owner_left():
         "max_len": 15,
         "seed_lo": 0x76543210,
         "seed_hi": 0xFEDCBA98 - (1 << 32),
+        "features": 0,
         "heat": 0.5,
     }
     assert table.columns["tokens"][2, :5].tolist() == [11, 12, 13, 14, 15]
