@@ -8,9 +8,9 @@ import re
 from collections.abc import Sequence
 from dataclasses import fields
 from types import UnionType
-from typing import Any, get_args, get_type_hints
+from typing import Any, get_args, get_origin, get_type_hints
 
-from slipstream.config.args import EngineArgs
+from slipstream.config.args import EngineArgs, flag_name
 from slipstream.contracts.limits import BOOLS, NUMBERS
 from slipstream.contracts.sampling_params import SamplingParams
 
@@ -48,13 +48,13 @@ def integer(text: str) -> int:
     return int(value) if value is not None else int(match[1]) * _UNITS[match[2]]
 
 
-def _plain_type(hint: Any) -> type:
-    """int of int | None."""
-    if isinstance(hint, UnionType):
-        kinds: list[type] = [kind for kind in get_args(hint) if kind is not type(None)]
-        return kinds[0]
-    assert isinstance(hint, type)
-    return hint
+def _plain_type(hint: Any) -> tuple[type, bool]:
+    """(int, False) of int | None, (int, True) of list[int] | None, (str, False) of str | dict | None."""
+    first = get_args(hint)[0] if isinstance(hint, UnionType) else hint
+    many = get_origin(first) is list
+    kind = get_args(first)[0] if many else first
+    assert isinstance(kind, type)
+    return kind, many
 
 
 def add_engine_flags(parser: argparse.ArgumentParser, without: Sequence[str] = ()) -> None:
@@ -65,9 +65,9 @@ def add_engine_flags(parser: argparse.ArgumentParser, without: Sequence[str] = (
     for field in fields(EngineArgs):
         if field.name == "model" or field.name in without:
             continue
-        kind = _plain_type(hints[field.name])
+        kind, many = _plain_type(hints[field.name])
         text = field.metadata["help"] + ("" if field.default is None else f" (default: {field.default})")
-        flag = "--" + field.name.replace("_", "-")
+        flag = flag_name(field.name)
         if kind is bool:
             group.add_argument(
                 flag, action=argparse.BooleanOptionalAction, default=argparse.SUPPRESS, help=text
@@ -76,6 +76,7 @@ def add_engine_flags(parser: argparse.ArgumentParser, without: Sequence[str] = (
             group.add_argument(
                 flag,
                 type=integer if kind is int else kind,
+                nargs="+" if many else None,
                 metavar=kind.__name__.upper(),
                 default=argparse.SUPPRESS,
                 help=text,

@@ -47,6 +47,19 @@ class EngineArgs:
     )
     scheduling_policy: str = field(default="fcfs", metadata={"help": "fcfs or priority"})
     enforce_eager: bool = field(default=False, metadata={"help": "never use CUDA graphs"})
+    cuda_graph_sizes: list[int] | None = field(
+        default=None, metadata={"help": "decoding rows that a CUDA graph is captured for, one graph each"}
+    )
+    attention_backend: str = field(default="auto", metadata={"help": "auto, triton or torch"})
+    kv_cache_dtype: str = field(
+        default="auto", metadata={"help": "auto (the type of the weights), fp8 or fp8_e4m3 (the same)"}
+    )
+    batch_invariant: bool = field(
+        default=False, metadata={"help": "a request's numbers are the same, bit for bit, in any batch"}
+    )
+    compilation_config: str | dict[str, Any] | None = field(
+        default=None, metadata={"help": 'JSON object: {"mode": "none"} or {"mode": "stock_torch_compile"}'}
+    )
     max_logprobs: int = field(
         default=20, metadata={"help": "most logprobs a request may ask; -1: the vocabulary"}
     )
@@ -59,3 +72,8 @@ class EngineArgs:
     def describe(self) -> dict[str, Any]:
         """Field name to value, for logs and errors."""
         return {name: getattr(self, name) for name in self.__dataclass_fields__}
+
+
+def flag_name(field_name: str) -> str:
+    """The flag of a field."""
+    return "--" + field_name.replace("_", "-")

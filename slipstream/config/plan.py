@@ -4,7 +4,7 @@ later."""
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Literal
 
 from slipstream.config.args import EngineArgs
 from slipstream.config.model import ModelSpec
@@ -25,6 +25,10 @@ class EnginePlan:
 
     device: "cpu" or "cuda". dtype: torch's name of the weights' type. steps_in_flight: 1 is synchronous.
     num_blocks: None until the memory plan sized the pool (runner/memory.py), else fixed by a flag.
+    attention_backend: whose kernels attend. kv_cache_dtype: torch's name of dtype, or "fp8" (float8_e4m3).
+    batch_invariant: one choice of tiles for any batch. compile_mode: "none" or "stock_torch_compile", for the
+    model's forward. graph_sizes: decoding lanes of each CUDA graph, ascending; empty: every step is eager.
+    token_buckets: tokens of each graph of a mixed step, ascending; empty with graph_sizes.
     choices: decision name -> Choice, in the order that `slipstream explain` prints.
     """
 
@@ -39,4 +43,10 @@ class EnginePlan:
     steps_in_flight: int
     num_blocks: int | None
     max_logprobs: int
+    attention_backend: Literal["triton", "torch"]
+    kv_cache_dtype: str
+    batch_invariant: bool
+    compile_mode: str
+    graph_sizes: tuple[int, ...]
+    token_buckets: tuple[int, ...]
     choices: dict[str, Choice]

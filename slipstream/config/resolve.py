@@ -5,28 +5,23 @@ Raises ValueError that names the flag where a flag cannot be honoured; nothing i
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-from typing import Literal
+from dataclasses import asdict
 
-from slipstream.config.args import EngineArgs
+from slipstream.config.args import EngineArgs, flag_name
+from slipstream.config.device import (
+    ATTENTION_BACKENDS,
+    DEFAULT_BATCHED_TOKENS,
+    KV_CACHE_DTYPES,
+    DeviceFacts,
+    choose_for_device,
+)
 from slipstream.config.model import ModelSpec
 from slipstream.config.plan import Choice, EnginePlan
 
 DTYPES = ("float32", "bfloat16", "float16")
 LOAD_FORMATS = ("auto", "safetensors", "gguf", "dummy")
 DEFAULT_MAX_NUM_SEQS = 256
-# A CPU computes about 500 to 1,000 prompt tokens a second: larger steps would stall the running decodes.
-DEFAULT_BATCHED_TOKENS = {"cpu": 512, "cuda": 8192}
 MAX_STEPS_IN_FLIGHT = 4
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class DeviceFacts:
-    """What the machine has. kind: the best device there is; memory_bytes: that device's memory."""
-
-    kind: Literal["cpu", "cuda"]
-    name: str
-    memory_bytes: int
 
 
 def resolve(args: EngineArgs, spec: ModelSpec, facts: DeviceFacts) -> EnginePlan:
@@ -42,8 +37,14 @@ def resolve(args: EngineArgs, spec: ModelSpec, facts: DeviceFacts) -> EnginePlan
         value="v2", reason="the only runner: rows on the device, for every configuration"
     )
     steps = _steps_in_flight(args, choices)
-    choices["attention_backend"] = Choice(
-        value="torch", reason=f"paged attention in torch operations on {device}"
+    chosen = choose_for_device(
+        args,
+        facts,
+        choices,
+        device=device,
+        dtype=dtype,
+        max_num_seqs=max_num_seqs,
+        max_num_batched_tokens=batched,
     )
     choices["kv_cache"] = _kv_cache(args)
     choices["prefix_caching"] = Choice(
@@ -73,6 +74,7 @@ def resolve(args: EngineArgs, spec: ModelSpec, facts: DeviceFacts) -> EnginePlan
         num_blocks=args.num_gpu_blocks_override,
         max_logprobs=_max_logprobs(args, spec),
         choices=choices,
+        **asdict(chosen),
     )
 
 
@@ -90,15 +92,18 @@ def _check(args: EngineArgs) -> None:
     for name in positive:
         value = getattr(args, name)
         if value is not None and (type(value) is not int or value < 1):
-            raise ValueError(f"{_flag(name)}={value!r}: must be an integer of at least 1")
+            raise ValueError(f"{flag_name(name)}={value!r}: must be an integer of at least 1")
     for name, allowed in (
         ("load_format", LOAD_FORMATS),
         ("dtype", ("auto", *DTYPES)),
         ("device", ("auto", "cpu", "cuda")),
         ("scheduling_policy", ("fcfs", "priority")),
+        ("attention_backend", ATTENTION_BACKENDS),
+        ("kv_cache_dtype", KV_CACHE_DTYPES),
     ):
-        if getattr(args, name) not in allowed:
-            raise ValueError(f"{_flag(name)}={getattr(args, name)!r}: must be one of {', '.join(allowed)}")
+        value = getattr(args, name)
+        if value not in allowed:
+            raise ValueError(f"{flag_name(name)}={value!r}: must be one of {', '.join(allowed)}")
     if not 0 < args.gpu_memory_utilization <= 1:
         raise ValueError(
             f"--gpu-memory-utilization={args.gpu_memory_utilization}: must be over 0 and at most 1"
@@ -209,7 +214,3 @@ def _max_logprobs(args: EngineArgs, spec: ModelSpec) -> int:
             f"--max-logprobs={args.max_logprobs}: must be at least 0, or -1 for the whole vocabulary"
         )
     return min(args.max_logprobs, spec.vocab_size)
-
-
-def _flag(name: str) -> str:
-    return "--" + name.replace("_", "-")

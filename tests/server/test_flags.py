@@ -50,6 +50,9 @@ def test_every_field_has_a_flag_and_unset_flags_keep_the_defaults() -> None:
         (["--gpu-memory-utilization", "0.5"], {"gpu_memory_utilization": 0.5}),
         (["--served-model-name", "x_y"], {"served_model_name": "x_y"}),
         (["--skip-tokenizer-init"], {"skip_tokenizer_init": True}),
+        (["--cuda-graph-sizes", "1", "8", "1K"], {"cuda_graph_sizes": [1, 8, 1024]}),
+        (["--compilation-config", '{"mode": "none"}'], {"compilation_config": '{"mode": "none"}'}),
+        (["--batch-invariant", "--enforce-eager"], {"batch_invariant": True, "enforce_eager": True}),
     ],
 )
 def test_flags_become_fields(flags: list[str], expected: dict[str, Any]) -> None:
