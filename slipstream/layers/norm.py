@@ -28,10 +28,6 @@ class RMSNorm:
         """x: float32 [..., n]. Returns a new tensor of out_dtype."""
         return _scaled(x, self._eps).mul_(self._weight).to(self._out_dtype)
 
-    def add(self, residual: Tensor, delta: Tensor) -> Tensor:
-        """Adds delta to the float32 residual in place and returns the normalised sum."""
-        return self(residual.add_(delta))
-
 
 class HeadNorm:
     """RMSNorm over each head of q and k at once; every head has its own weight row."""

@@ -8,12 +8,15 @@ from pathlib import Path
 import torch
 
 from slipstream.config.model import ModelSpec
-from slipstream.layers.linear import LinearBackend, choose_linear
+from slipstream.layers.linear import choose_linear
 from slipstream.loading.gguf_file import is_gguf, open_gguf
 from slipstream.loading.gguf_spec import read_gguf_spec
 from slipstream.loading.hf_config import read_hf_spec
 from slipstream.loading.sources import DummySource, GGUFSource, SafetensorsSource, Shapes, WeightSource
 from slipstream.models.base import Model
+from slipstream.models.maths import Maths
+from slipstream.models.maths_fused import FusedMaths
+from slipstream.models.maths_torch import TorchMaths
 from slipstream.models.registry import MODELS
 
 Tensor = torch.Tensor
@@ -45,12 +48,13 @@ def load_model(
     device: torch.device,
     load_format: str = "auto",
     seed: int = 0,
+    fused: bool = False,
 ) -> Model:
     """The model with its weights in dtype on device. spec.max_model_len sizes the rotary table: lower it to
     save memory.
 
     load_format: auto (what path holds), safetensors, gguf, or dummy (random weights from seed; path may lack
-    weights). Raises ValueError that names weights which are missing, unexpected or of another shape.
+    weights). fused: on Triton kernels, whose attention prepares q and k itself. Raises ValueError that names weights which are missing, unexpected or of another shape.
     """
     if load_format not in LOAD_FORMATS:
         raise ValueError(f"load_format={load_format!r}: must be one of {', '.join(LOAD_FORMATS)}")
@@ -63,20 +67,22 @@ def load_model(
         source = _stored(Path(path).expanduser(), spec, device, load_format)
         _check_weights(source.shapes, shapes, str(path))
 
-    def build(linear: LinearBackend) -> Model:
+    def build(maths: Maths) -> Model:
         def weight(name: str) -> Tensor:
             tensor = source.get(name).to(device, dtype)
-            if tensor.dim() == 2 and linear.max_weight < math.inf:
-                _check_range(name, tensor, linear.max_weight)
+            if tensor.dim() == 2 and maths.max_weight < math.inf:
+                _check_range(name, tensor, maths.max_weight)
             return tensor
 
-        return model_class(spec, weight, linear, device)
+        return model_class(spec, weight, maths, device)
 
     with torch.inference_mode():
+        if fused:
+            return build(FusedMaths(dtype))
         try:
-            return build(choose_linear(dtype, device))
+            return build(TorchMaths(choose_linear(dtype, device)))
         except _RangeError as error:
-            return build(choose_linear(dtype, device, refused=str(error)))
+            return build(TorchMaths(choose_linear(dtype, device, refused=str(error))))
 
 
 class _RangeError(ValueError):

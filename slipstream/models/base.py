@@ -12,7 +12,7 @@ import torch
 
 from slipstream.attention.protocol import Attend, LayerAttention
 from slipstream.config.model import ModelSpec
-from slipstream.layers.linear import LinearBackend
+from slipstream.models.maths import Maths
 
 Tensor = torch.Tensor
 Weight = Callable[[str], Tensor]
@@ -35,14 +35,14 @@ class Model(Protocol):
         ...
 
     def logits(self, hidden_NH: Tensor) -> Tensor:
-        """float32 [N, V]."""
+        """[N, V], float32, or the weights' type where the sampler reads that (see Maths.logits)."""
         ...
 
 
 class ModelClass(Protocol):
     """How the loader makes a model."""
 
-    def __call__(self, spec: ModelSpec, weight: Weight, linear: LinearBackend, device: torch.device) -> Model:
+    def __call__(self, spec: ModelSpec, weight: Weight, maths: Maths, device: torch.device) -> Model:
         """weight(name) gives a tensor in the model's dtype on device; every name of weight_shapes is asked
         for once."""
         ...

@@ -2,8 +2,8 @@
 MLP.
 
 They differ in what the spec says (biases, windows, head sizes) and in the names of their weights, which are
-data. Legend: T tokens, M rows of a linear, H hidden, D head size, Q query and key heads together, V
-vocabulary.
+data. Legend: T tokens, N those whose logits are wanted, H hidden, D head size, Y query and key heads
+together, V vocabulary.
 """
 
 from __future__ import annotations
@@ -11,16 +11,14 @@ from __future__ import annotations
 from dataclasses import dataclass, fields
 
 import torch
-import torch.nn.functional as F
 
 from slipstream.attention.protocol import Attend, LayerAttention
 from slipstream.config.model import ModelSpec
-from slipstream.layers.activation import silu_and_mul
 from slipstream.layers.embedding import Embedding
-from slipstream.layers.linear import Linear, LinearBackend
-from slipstream.layers.norm import HeadNorm, NoHeadNorm, RMSNorm
-from slipstream.layers.rotary import Rotary, Turn, rotate
+from slipstream.layers.linear import Linear
+from slipstream.layers.rotary import Rotary
 from slipstream.models.base import Weight
+from slipstream.models.maths import Maths, Sized
 
 Tensor = torch.Tensor
 
@@ -47,64 +45,52 @@ class WeightNames:
 class Layer:
     """One block's maths, ready to call."""
 
-    attention_norm: RMSNorm
+    attention_norm: Sized
     qkv: Linear
-    head_norm: HeadNorm | NoHeadNorm
+    heads: Sized
     o: Linear
-    mlp_norm: RMSNorm
+    mlp_norm: Sized
     gate_up: Linear
     down: Linear
 
 
 class Decoder:
-    """See models/base.Model. The residual is float32 throughout."""
+    """See models/base.Model. How it computes is its maths' affair."""
 
     names = WeightNames()
 
-    def __init__(self, spec: ModelSpec, weight: Weight, linear: LinearBackend, device: torch.device) -> None:
-        names, self._linear = self.names, linear
-        self._heads, self._kv_heads, self._head_dim = spec.num_heads, spec.num_kv_heads, spec.head_dim
-        self.activation_dtype = linear.activation_dtype
-        self.linear_name, self.linear_reason = linear.name, linear.reason
+    def __init__(self, spec: ModelSpec, weight: Weight, maths: Maths, device: torch.device) -> None:
+        names, self._maths = self.names, maths
+        self.activation_dtype = maths.activation_dtype
+        self.linear_name, self.linear_reason = maths.name, maths.reason
         self.attention = tuple(
             LayerAttention(spec.num_heads, spec.num_kv_heads, spec.head_dim, spec.head_dim**-0.5, window)
             for window in spec.windows
         )
         embed_VH = weight(names.embed + ".weight")
         self._embed = Embedding(embed_VH)
+        self._rotary = Rotary(spec.rope, spec.max_model_len, device)
         prefixes = map(names.layer.format, range(spec.num_layers))
         self._layers = [self._layer(spec, prefix, weight) for prefix in prefixes]
-        final_norm = self._norm(spec, names.final_norm, weight)
-        self._next_norms = [layer.attention_norm for layer in self._layers[1:]] + [final_norm]
+        self._final_norm = maths.norm(weight(names.final_norm + ".weight"), spec.rms_norm_eps)
         head_VH = embed_VH if spec.tie_word_embeddings else weight(names.lm_head + ".weight")
-        self._lm_head = linear.make(head_VH, None)
-        self._rotary = Rotary(spec.rope, spec.max_model_len, device)
-        shared = embed_VH.nbytes if spec.tie_word_embeddings and linear.name == "torch" else 0
+        self._lm_head = maths.linear(head_VH, None)
+        shared = embed_VH.nbytes if spec.tie_word_embeddings and maths.shares_weights else 0
         parts = [getattr(layer, field.name) for layer in self._layers for field in fields(Layer)]
-        parts += [self._embed, final_norm, self._lm_head, self._rotary]
+        parts += [self._embed, self._final_norm, self._lm_head, self._rotary]
         self.num_bytes = sum(part.num_bytes for part in parts) - shared
 
     def forward(self, tokens_T: Tensor, positions_T: Tensor, attend: Attend) -> Tensor:
-        count = len(tokens_T)
-        rows = self._linear.even_rows(count)
-        residual_MH = _padded(self._embed(tokens_T), rows)
-        turn = self._rotary.turn(positions_T)
-        hidden_MH = self._layers[0].attention_norm(residual_MH)
-        for index, (layer, next_norm) in enumerate(zip(self._layers, self._next_norms, strict=True)):
-            qkv_TXD = layer.qkv(hidden_MH)[:count].view(count, -1, self._head_dim)
-            mixed_THD = self._attention(index, layer, qkv_TXD, turn, attend)
-            hidden_MH = layer.mlp_norm.add(residual_MH, layer.o(_padded(mixed_THD.flatten(1), rows)))
-            hidden_MH = next_norm.add(residual_MH, layer.down(silu_and_mul(layer.gate_up(hidden_MH))))
-        return hidden_MH[:count]
-
-    def _attention(self, index: int, layer: Layer, qkv_TXD: Tensor, turn: Turn, attend: Attend) -> Tensor:
-        turning = self._heads + self._kv_heads
-        qk_TQD = rotate(layer.head_norm(qkv_TXD[:, :turning]), turn)
-        return attend(index, qk_TQD[:, : self._heads], qk_TQD[:, self._heads :], qkv_TXD[:, turning:])
+        first_norm = self._layers[0].attention_norm
+        step = self._maths.open(self._embed, self._rotary, first_norm, tokens_T, positions_T)
+        for index, layer in enumerate(self._layers):
+            qkv_TN = step.project(layer.attention_norm, layer.qkv)
+            step.add(layer.o, step.mix(index, layer.heads, qkv_TN, attend))
+            step.add(layer.down, step.project_gated(layer.mlp_norm, layer.gate_up))
+        return step.finish(self._final_norm)
 
     def logits(self, hidden_NH: Tensor) -> Tensor:
-        count = len(hidden_NH)
-        return self._lm_head(_padded(hidden_NH, self._linear.even_rows(count)))[:count].float()
+        return self._maths.logits(self._lm_head, hidden_NH)
 
     def _layer(self, spec: ModelSpec, prefix: str, weight: Weight) -> Layer:
         names = self.names
@@ -112,28 +98,30 @@ class Decoder:
         def linear(modules: tuple[str, ...], bias: bool) -> Linear:
             joined = torch.cat([weight(f"{prefix}{module}.weight") for module in modules])
             biases = torch.cat([weight(f"{prefix}{module}.bias") for module in modules]) if bias else None
-            return self._linear.make(joined, biases)
+            return self._maths.linear(joined, biases)
+
+        def norm(module: str) -> Sized:
+            return self._maths.norm(weight(f"{prefix}{module}.weight"), spec.rms_norm_eps)
 
         return Layer(
-            attention_norm=self._norm(spec, prefix + names.attention_norm, weight),
+            attention_norm=norm(names.attention_norm),
             qkv=linear(names.qkv, spec.qkv_bias),
-            head_norm=self._head_norm(spec, prefix, weight),
+            heads=self._heads(spec, prefix, weight),
             o=linear(names.o, spec.o_bias),
-            mlp_norm=self._norm(spec, prefix + names.mlp_norm, weight),
+            mlp_norm=norm(names.mlp_norm),
             gate_up=linear(names.gate_up, spec.mlp_bias),
             down=linear(names.down, spec.mlp_bias),
         )
 
-    def _norm(self, spec: ModelSpec, module: str, weight: Weight) -> RMSNorm:
-        return RMSNorm(weight(module + ".weight"), spec.rms_norm_eps, self.activation_dtype)
-
-    def _head_norm(self, spec: ModelSpec, prefix: str, weight: Weight) -> HeadNorm | NoHeadNorm:
-        if not spec.qk_norm:
-            return NoHeadNorm()
-        rows = [weight(f"{prefix}{module}.weight")[None] for module in self.names.head_norms]
-        counts = (spec.num_heads, spec.num_kv_heads)
-        weight_QD = torch.cat([row.expand(count, -1) for row, count in zip(rows, counts, strict=True)])
-        return HeadNorm(weight_QD, spec.rms_norm_eps)
+    def _heads(self, spec: ModelSpec, prefix: str, weight: Weight) -> Sized:
+        norm_YD = None
+        if spec.qk_norm:
+            rows = [weight(f"{prefix}{module}.weight")[None] for module in self.names.head_norms]
+            counts = (spec.num_heads, spec.num_kv_heads)
+            norm_YD = torch.cat([row.expand(count, -1) for row, count in zip(rows, counts, strict=True)])
+        return self._maths.heads(
+            spec.num_heads, spec.num_kv_heads, spec.head_dim, norm_YD, spec.rms_norm_eps, self._rotary
+        )
 
     @classmethod
     def weight_shapes(cls, spec: ModelSpec) -> dict[str, tuple[int, ...]]:
@@ -160,7 +148,3 @@ class Decoder:
                         shapes[f"{prefix}{module}.bias"] = (output,)
         return shapes | {names.final_norm + ".weight": (hidden,)}
 
-
-def _padded(x_TH: Tensor, rows: int) -> Tensor:
-    """Zero rows below x, where the linear layers want them."""
-    return x_TH if rows == len(x_TH) else F.pad(x_TH, (0, 0, 0, rows - len(x_TH)))

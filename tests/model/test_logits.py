@@ -15,6 +15,7 @@ from slipstream.layers.linear import choose_linear
 from slipstream.loading import load_model, read_spec
 from slipstream.loading.sources import SafetensorsSource
 from slipstream.models.base import Model
+from slipstream.models.maths_torch import TorchMaths
 from slipstream.models.registry import MODELS
 
 Tensor = torch.Tensor
@@ -159,7 +160,7 @@ def test_half_precision_is_no_worse_than_transformers(
     folder, tokens_T = tiny_model(family), tokens(96)
     source, spec = SafetensorsSource(folder, CPU), read_spec(folder)
     linear = choose_linear(dtype, CPU, refused)
-    model = MODELS[spec.architecture](spec, lambda name: source.get(name).to(dtype), linear, CPU)
+    model = MODELS[spec.architecture](spec, lambda name: source.get(name).to(dtype), TorchMaths(linear), CPU)
     expected = reference(folder, tokens_T, [96])
     rounded = AutoModelForCausalLM.from_pretrained(folder, dtype=dtype, attn_implementation="eager")
     with torch.inference_mode():

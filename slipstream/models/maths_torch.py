@@ -1,0 +1,103 @@
+"""Decoder maths in torch operations: on a CPU, and on CUDA without Triton.
+
+Legend: T tokens, M rows of a linear (T, or more where the linear layers want it), H hidden, N outputs, K
+inputs, Y query and key heads together, D head size, V vocabulary.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+import torch.nn.functional as F
+
+from slipstream.attention.protocol import Attend
+from slipstream.layers.activation import silu_and_mul
+from slipstream.layers.embedding import Embedding
+from slipstream.layers.linear import Linear, LinearBackend
+from slipstream.layers.norm import HeadNorm, NoHeadNorm, RMSNorm
+from slipstream.layers.rotary import Rotary, rotate
+
+Tensor = torch.Tensor
+
+
+@dataclass(frozen=True, slots=True)
+class TorchHeads:
+    """One layer's heads."""
+
+    num_heads: int
+    num_kv_heads: int
+    head_dim: int
+    norm: HeadNorm | NoHeadNorm
+
+    @property
+    def num_bytes(self) -> int:
+        return self.norm.num_bytes
+
+
+class TorchMaths:
+    """See Maths."""
+
+    def __init__(self, linear: LinearBackend) -> None:
+        self._linear = linear
+        self.name, self.reason = linear.name, linear.reason
+        self.activation_dtype, self.max_weight = linear.activation_dtype, linear.max_weight
+        self.shares_weights = linear.name == "torch"
+
+    def linear(self, weight_NK: Tensor, bias_N: Tensor | None) -> Linear:
+        return self._linear.make(weight_NK, bias_N)
+
+    def norm(self, weight_H: Tensor, eps: float) -> RMSNorm:
+        return RMSNorm(weight_H, eps, self.activation_dtype)
+
+    def heads(
+        self, num_heads: int, num_kv_heads: int, head_dim: int, norm_YD: Tensor | None, eps: float,
+        rotary: Rotary,
+    ) -> TorchHeads:
+        norm = NoHeadNorm() if norm_YD is None else HeadNorm(norm_YD, eps)
+        return TorchHeads(num_heads, num_kv_heads, head_dim, norm)
+
+    def open(
+        self, embed: Embedding, rotary: Rotary, first_norm: RMSNorm, token_T: Tensor, position_T: Tensor
+    ) -> TorchPass:
+        return TorchPass(self._linear, embed, rotary, token_T, position_T)
+
+    def logits(self, head: Linear, hidden_NH: Tensor) -> Tensor:
+        count = len(hidden_NH)
+        return head(_padded(hidden_NH, self._linear.even_rows(count)))[:count].float()
+
+
+class TorchPass:
+    """See Pass. Rows are padded to the count at which results do not depend on the batch."""
+
+    def __init__(
+        self, linear: LinearBackend, embed: Embedding, rotary: Rotary, token_T: Tensor, position_T: Tensor
+    ) -> None:
+        self._tokens = len(token_T)
+        self._rows = linear.even_rows(self._tokens)
+        self._residual_MH = _padded(embed(token_T), self._rows)
+        self._turn = rotary.turn(position_T)
+
+    def project(self, norm: RMSNorm, linear: Linear) -> Tensor:
+        return linear(norm(self._residual_MH))[: self._tokens]
+
+    def project_gated(self, norm: RMSNorm, linear: Linear) -> Tensor:
+        return silu_and_mul(linear(norm(self._residual_MH)))
+
+    def mix(self, layer: int, heads: TorchHeads, qkv_TN: Tensor, attend: Attend) -> Tensor:
+        qkv_TXD = qkv_TN.view(self._tokens, -1, heads.head_dim)
+        turning = heads.num_heads + heads.num_kv_heads
+        qk_TYD = rotate(heads.norm(qkv_TXD[:, :turning]), self._turn)
+        query, key = qk_TYD[:, : heads.num_heads], qk_TYD[:, heads.num_heads :]
+        return _padded(attend(layer, query, key, qkv_TXD[:, turning:]).flatten(1), self._rows)
+
+    def add(self, linear: Linear, x_TK: Tensor) -> None:
+        self._residual_MH.add_(linear(x_TK))
+
+    def finish(self, norm: RMSNorm) -> Tensor:
+        return norm(self._residual_MH)[: self._tokens]
+
+
+def _padded(x_TH: Tensor, rows: int) -> Tensor:
+    """Zero rows below x, where the linear layers want them."""
+    return x_TH if rows == len(x_TH) else F.pad(x_TH, (0, 0, 0, rows - len(x_TH)))
