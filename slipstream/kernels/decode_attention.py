@@ -327,10 +327,11 @@ def _own_key(
     v_low, v_high = v_low.to(values.dtype.element_ty), v_high.to(values.dtype.element_ty)
     place = tl.load(slot)
     place = ((place // BLOCK_SIZE * KV_HEADS + kv_head) * BLOCK_SIZE + place % BLOCK_SIZE) * HEAD + column
-    tl.store(keys + place, k_low, mask=in_half & is_first)
-    tl.store(keys + place + HEAD // 2, k_high, mask=in_half & is_first)
-    tl.store(values + place, v_low, mask=in_half & is_first)
-    tl.store(values + place + HEAD // 2, v_high, mask=in_half & is_first)
+    if is_first:
+        tl.store(keys + place, k_low, mask=in_half)
+        tl.store(keys + place + HEAD // 2, k_high, mask=in_half)
+        tl.store(values + place, v_low, mask=in_half)
+        tl.store(values + place + HEAD // 2, v_high, mask=in_half)
     raw = tl.sum(q_low.to(tl.float32) * k_low.to(tl.float32), 1)
     raw += tl.sum(q_high.to(tl.float32) * k_high.to(tl.float32), 1)
     top = tl.where(is_first, base2_scores(raw, scale, soft_cap, CAPPED), FLOOR)
