@@ -11,7 +11,7 @@ from slipstream.config.plan import EnginePlan
 from slipstream.config.resolve import resolve
 from slipstream.kernels.backend import INTERPRETED, triton
 from slipstream.loading import read_spec
-from slipstream.runner.memory import total_memory
+from slipstream.runner.memory_cpu import total_memory
 
 
 def device_facts() -> DeviceFacts:

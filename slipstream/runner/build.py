@@ -18,11 +18,16 @@ from slipstream.models.base import Model
 from slipstream.rows.stream import CpuStream, CudaStream, Stream
 from slipstream.rows.table import RowTable
 from slipstream.runner.lanes import LOGPROBS
-from slipstream.runner.memory import PROFILE_TOKENS, MemoryPlan, measure_peak, size_kv_pool
+from slipstream.runner.memory import MemoryPlan, size_kv_pool
+from slipstream.runner.memory_cpu import measure_peak, measured_cpu
 from slipstream.runner.runner import ModelRunner
 from slipstream.sampling.pipeline import Pipeline, default_features
 
 log = logging.getLogger("slipstream.runner")
+
+# Tokens of the CPU profile step; activations grow in proportion to tokens, so the measure is scaled up to the
+# largest step. (A whole step of 512 tokens costs a second at start.)
+PROFILE_TOKENS = 128
 
 
 @dataclass(frozen=True, slots=True)
@@ -62,7 +67,8 @@ def _build_on(stream: Stream, plan: EnginePlan, device: torch.device) -> BuiltRu
         vocab_size=plan.spec.vocab_size,
     )
     activations = _profile(runner, attention, plan)
-    memory = size_kv_pool(plan, model.num_bytes, activations, attention.bytes_per_block())
+    measured = measured_cpu(plan, model.num_bytes, activations)
+    memory = size_kv_pool(plan, measured, attention.bytes_per_block())
     attention.allocate(memory.num_blocks)
     log.info("memory: %s", memory.describe())
     return BuiltRunner(runner, memory, model.linear_name, model.linear_reason)
