@@ -11,8 +11,11 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from slipstream.kernels.cache import keep_compiled_kernels
+
 triton: Any
 tl: Any
+keep_compiled_kernels()
 try:
     triton, tl = import_module("triton"), import_module("triton.language")
 except ImportError:  # torch's CPU builds come without it
