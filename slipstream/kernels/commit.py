@@ -40,6 +40,16 @@ class CommitRecord:
     token_L: Tensor
 
 
+@dataclass(frozen=True, slots=True)
+class CommitRing:
+    """Records that a captured step writes in turn, for the host to read later: memory_S3L, int32, may be
+    pinned host memory. turn_2: int32 on the device, the next record's place and a count of programs; zero at
+    first."""
+
+    memory_S3L: Tensor
+    turn_2: Tensor
+
+
 def commit_step(
     inputs: StepInputs,
     sample_to_lane_N: Tensor,
@@ -52,10 +62,10 @@ def commit_step(
     max_len_R: Tensor,
     end_ids_RE: Tensor,
     alive_R: Tensor,
-    record: CommitRecord | None = None,
-) -> CommitRecord:
+    record: CommitRecord | CommitRing,
+) -> None:
     """token_N: int32; ok_N: bool, False where no token could be chosen; sample_to_lane_N: int64, only dead
-    lanes more than once. record: where to write (pinned host memory will do); a new one if not given.
+    lanes more than once. record: where to write; a ring only on CUDA.
 
     A lane appends its token where it is alive and every token of its row has been computed. The row ends at
     an end token, at max_len, or where ok is False. The last row is the padding row: what is written there
@@ -66,21 +76,23 @@ def commit_step(
     if not (sample_to_lane_N.is_contiguous() and token_N.is_contiguous() and ok_N.is_contiguous()):
         raise ValueError("token, ok and sample_to_lane must be contiguous")
     lanes = inputs.row_L.shape[0]
-    if record is None:
-        record = CommitRecord(*torch.empty(3, lanes, dtype=torch.int32, device=tokens_RM.device).unbind())
     columns = (tokens_RM, length_R, num_computed_R, max_len_R, end_ids_RE, alive_R)
     if not use_triton(tokens_RM):
+        assert isinstance(record, CommitRecord)
         commit_step_reference(inputs, sample_to_lane_N, token_N, ok_N, *columns, record)
-        return record
+        return
+    if isinstance(record, CommitRing):
+        lines, turn, slots = CommitRecord(*record.memory_S3L[0]), record.turn_2, len(record.memory_S3L)
+    else:
+        lines, turn, slots = record, alive_R, 1
     _commit_kernel[(ceil_div(lanes, LANES_AT_ONCE),)](
         inputs.row_L, inputs.end_L, inputs.alive_L, sample_to_lane_N, token_N, ok_N, *columns,
-        record.count_L, record.finish_L, record.token_L, lanes, sample_to_lane_N.shape[0],
-        *(column.stride(0) for column in columns),
+        lines.count_L, lines.finish_L, lines.token_L, turn, lanes, sample_to_lane_N.shape[0],
+        *(column.stride(0) for column in columns), 3 * lines.count_L.shape[0],
         SAMPLES=max(FEW_LANES, next_power_of_2(sample_to_lane_N.shape[0])),
         ENDS=end_ids_RE.shape[1], ENDS_PAD=next_power_of_2(end_ids_RE.shape[1]), LANES=LANES_AT_ONCE,
-        **pdl_options(tokens_RM), num_warps=4,
+        SLOTS=slots, **pdl_options(tokens_RM), num_warps=4,
     )
-    return record
 
 
 def commit_step_reference(
@@ -119,17 +131,17 @@ def commit_step_reference(
 
 
 @jit_with(
-    do_not_specialize=("lanes", "samples"),
+    do_not_specialize=("lanes", "samples", "slot_stride"),
     do_not_specialize_on_alignment=("count_out", "finish_out", "token_out"),
 )
 def _commit_kernel(
     row_in: Arg, end_in: Arg, alive_in: Arg, sample_to_lane: Arg, token_in: Arg, ok_in: Arg,
     tokens: Arg, length: Arg, num_computed: Arg, max_len: Arg, end_ids: Arg, alive: Arg,
-    count_out: Arg, finish_out: Arg, token_out: Arg, lanes: Arg, samples: Arg,
+    count_out: Arg, finish_out: Arg, token_out: Arg, turn: Arg, lanes: Arg, samples: Arg,
     tokens_stride: Arg, length_stride: Arg, computed_stride: Arg, max_stride: Arg, ends_stride: Arg,
-    alive_stride: Arg,
+    alive_stride: Arg, slot_stride: Arg,
     SAMPLES: tl.constexpr, ENDS: tl.constexpr, ENDS_PAD: tl.constexpr, LANES: tl.constexpr,
-    PDL: tl.constexpr,
+    SLOTS: tl.constexpr, PDL: tl.constexpr,
 ) -> None:
     lane = tl.program_id(0) * LANES + tl.arange(0, LANES)
     in_lanes = lane < lanes
@@ -161,6 +173,16 @@ def _commit_kernel(
     tl.store(length + row * length_stride, new, mask=append)
     tl.store(num_computed + row * computed_stride, end, mask=lives)
     tl.store(alive + row * alive_stride, (lives & (finish == 0)).to(tl.int32), mask=is_sample)
-    tl.store(count_out + lane, append.to(tl.int32), mask=in_lanes)
-    tl.store(finish_out + lane, finish, mask=in_lanes)
-    tl.store(token_out + lane, tl.where(append, token, -1), mask=in_lanes)
+    to = lane
+    if SLOTS > 1:
+        slot = tl.load(turn)
+        to += slot * slot_stride
+    tl.store(count_out + to, append.to(tl.int32), mask=in_lanes)
+    tl.store(finish_out + to, finish, mask=in_lanes)
+    tl.store(token_out + to, tl.where(append, token, -1), mask=in_lanes)
+    if SLOTS > 1:
+        # Every thread of every program has read the turn when the last program counts itself.
+        tl.debug_barrier()
+        if tl.atomic_add(turn + 1, 1, sem="acq_rel") == tl.num_programs(0) - 1:
+            tl.store(turn + 1, 0)
+            tl.store(turn, (slot + 1) % SLOTS)

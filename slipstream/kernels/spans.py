@@ -15,9 +15,9 @@ WORDS = 512
 
 
 def scatter_spans(arena: Tensor, payload_N: Tensor, dst_S: Tensor, start_S1: Tensor) -> None:
-    """arena, payload_N: int32, flat; dst_S: int64 [S]; start_S1: int64 [S + 1], rising, from 0 to N."""
-    if arena.dtype != torch.int32 or payload_N.dtype != torch.int32 or arena.dim() != 1:
-        raise ValueError("arena and payload must be flat int32 tensors")
+    """arena, payload_N: int32, flat; dst_S: int32 [S]; start_S1: int32 [S + 1], rising, from 0 to N."""
+    if any(each.dtype != torch.int32 or each.dim() != 1 for each in (arena, payload_N, dst_S, start_S1)):
+        raise ValueError("arena, payload, dst and start must be flat int32 tensors")
     if start_S1.shape[0] != dst_S.shape[0] + 1:
         raise ValueError("start needs one entry more than dst")
     if not use_triton(arena):
@@ -34,7 +34,7 @@ def scatter_spans(arena: Tensor, payload_N: Tensor, dst_S: Tensor, start_S1: Ten
 def scatter_spans_reference(arena: Tensor, payload_N: Tensor, dst_S: Tensor, start_S1: Tensor) -> None:
     """The same in torch operations."""
     count = payload_N.shape[0]
-    shift_S = dst_S - start_S1[:-1]
+    shift_S = dst_S.long() - start_S1[:-1]
     index_N = torch.repeat_interleave(shift_S, start_S1.diff(), output_size=count)
     arena.index_copy_(0, index_N.add_(torch.arange(count, device=arena.device)), payload_N)
 

@@ -52,25 +52,26 @@ def build_step_inputs(
     alive_R: Tensor,
     blocks_RB: Tensor,
     block_size: int,
+    one_each: bool,
 ) -> StepInputs:
     """All int32. A dead lane reads its row's first token and writes to the null block (slot 0).
 
-    Tokens past the last lane's are padding: token, position and slot 0. Where num_tokens is the number of
-    lanes, every lane must have one token.
+    Tokens past the last lane's are padding: token, position and slot 0. one_each: every lane has one token.
     """
     if lane_to_row_L.shape != query_len_L.shape or lane_to_row_L.dim() != 1:
         raise ValueError("lane_to_row and query_len must be [L]")
     if not (lane_to_row_L.is_contiguous() and query_len_L.is_contiguous()):
         raise ValueError("lane_to_row and query_len must be contiguous")
     lanes = lane_to_row_L.shape[0]
-    if num_tokens < lanes:
-        raise ValueError("every lane needs at least one token")
+    if one_each and num_tokens != lanes:
+        raise ValueError(f"{lanes} lanes of one token each have not {num_tokens} tokens")
     if use_triton(tokens_RM):
         return _launch(
             lane_to_row_L, query_len_L, num_tokens, tokens_RM, num_computed_R, alive_R, blocks_RB, block_size
         )
     return build_step_inputs_reference(
-        lane_to_row_L, query_len_L, num_tokens, tokens_RM, num_computed_R, alive_R, blocks_RB, block_size
+        lane_to_row_L, query_len_L, num_tokens, tokens_RM, num_computed_R, alive_R, blocks_RB, block_size,
+        one_each,
     )
 
 
@@ -83,6 +84,7 @@ def build_step_inputs_reference(
     alive_R: Tensor,
     blocks_RB: Tensor,
     block_size: int,
+    one_each: bool,
 ) -> StepInputs:
     """The same in torch operations."""
     lanes = lane_to_row_L.shape[0]
@@ -92,7 +94,7 @@ def build_step_inputs_reference(
     end_L = start_L + query_len_L
     query_start_L1 = torch.zeros(lanes + 1, dtype=torch.int32, device=row_L.device)
     torch.cumsum(query_len_L, 0, dtype=torch.int32, out=query_start_L1[1:])
-    if num_tokens == lanes:  # one token a lane
+    if one_each:
         row_T, alive_T, position_T = row_L, alive_L, start_L.long()
     else:
         place_T = torch.arange(num_tokens, device=row_L.device)
@@ -102,7 +104,7 @@ def build_step_inputs_reference(
         position_T = (start_L - query_start_L1[:-1])[lane_T] + place_T
     position_T = position_T * alive_T
     token_T = tokens_RM[row_T, position_T].long()
-    if num_tokens != lanes:
+    if not one_each:
         token_T *= real_T
     block_T = blocks_RB[row_T, position_T // block_size].long()
     slot_T = (block_T * block_size + position_T % block_size) * alive_T

@@ -13,6 +13,7 @@ from typing import Generic, TypeVar
 import numpy as np
 import torch
 
+from slipstream.kernels.commit import CommitRecord, CommitRing
 from slipstream.kernels.spans import scatter_spans
 from slipstream.rows.stream import Ticket
 
@@ -47,13 +48,12 @@ class Ring(Generic[T]):
 
 
 class Payload:
-    """One packed set of staged writes in host memory. On a CUDA device the buffer is pinned."""
+    """One packed set of staged writes in host memory, pinned on a CUDA device: dst of S spans, start of each
+    and of the end, then the words."""
 
-    def __init__(self, words: int, spans: int, pinned: bool) -> None:
+    def __init__(self, words: int, pinned: bool) -> None:
         self.data = torch.empty(words, dtype=torch.int32, pin_memory=pinned)
-        self.index = torch.empty(2 * spans + 1, dtype=torch.int64, pin_memory=pinned)
-        self.data_host: Array = self.data.numpy()
-        self.index_host: Array = self.index.numpy()
+        self.host: Array = self.data.numpy()
 
 
 class StagedWrites:
@@ -71,9 +71,9 @@ class StagedWrites:
         """Runs on the stream: one copy, one kernel."""
         if self.num_spans == 0:
             return
-        data = self.payload.data[: self.num_words].to(arena.device, non_blocking=True)
-        index = self.payload.index[: 2 * self.num_spans + 1].to(arena.device, non_blocking=True)
-        scatter_spans(arena, data, index[: self.num_spans], index[self.num_spans :])
+        first = 2 * self.num_spans + 1
+        packed = self.payload.data[: first + self.num_words].to(arena.device, non_blocking=True)
+        scatter_spans(arena, packed[first:], packed[: self.num_spans], packed[self.num_spans : first])
 
     def done_by(self, event: Ticket) -> None:
         self._ring.give_ticket(self._slot, event)
@@ -85,8 +85,8 @@ class InDoor:
     Not thread-safe: the engine's thread owns it.
     """
 
-    def __init__(self, slots: int, pinned: bool, words: int = 1 << 16, spans: int = 1 << 10) -> None:
-        self._ring = Ring(lambda: Payload(words, spans, pinned), slots)
+    def __init__(self, slots: int, pinned: bool, words: int = 1 << 16) -> None:
+        self._ring = Ring(lambda: Payload(words, pinned), slots)
         self._pinned = pinned
         self._dst: list[Array] = []
         self._length: list[Array] = []
@@ -96,14 +96,14 @@ class InDoor:
         """Stage int32 values for arena[dst : dst + len(values)]."""
         if len(values):
             self._dst.append(np.array([dst], np.int64))
-            self._length.append(np.array([len(values)], np.int64))
+            self._length.append(np.array([len(values)], np.int32))
             self._data.append(values)
 
     def cells(self, dst: Array, values: Array) -> None:
         """Stage single words: arena[dst[i]] = values[i]; dst int64, values int32."""
         if len(values):
             self._dst.append(dst)
-            self._length.append(np.ones(len(dst), np.int64))
+            self._length.append(np.ones(len(dst), np.int32))
             self._data.append(values)
 
     def flush(self) -> StagedWrites:
@@ -111,15 +111,17 @@ class InDoor:
         slot, payload = self._ring.take()
         if not self._dst:
             return StagedWrites(self._ring, slot, payload, 0, 0)
-        dst, length = np.concatenate(self._dst), np.concatenate(self._length)
-        num_spans, num_words = len(dst), int(length.sum())
-        if num_words > len(payload.data_host) or 2 * num_spans + 1 > len(payload.index_host):
-            payload = Payload(2 * num_words, 2 * num_spans, self._pinned)
+        length = np.concatenate(self._length)
+        num_spans, num_words = len(length), int(length.sum())
+        first = 2 * num_spans + 1
+        if first + num_words > len(payload.host):
+            payload = Payload(2 * (first + num_words), self._pinned)
             self._ring.replace(slot, payload)
-        np.concatenate(self._data, out=payload.data_host[:num_words])
-        payload.index_host[:num_spans] = dst
-        payload.index_host[num_spans] = 0
-        np.cumsum(length, out=payload.index_host[num_spans + 1 : 2 * num_spans + 1])
+        host = payload.host
+        np.concatenate(self._dst, out=host[:num_spans], casting="same_kind")
+        host[num_spans] = 0
+        np.cumsum(length, out=host[num_spans + 1 : first])
+        np.concatenate(self._data, out=host[first : first + num_words])
         for staged in (self._dst, self._length, self._data):
             staged.clear()
         return StagedWrites(self._ring, slot, payload, num_spans, num_words)
@@ -128,19 +130,32 @@ class InDoor:
 class OutRecord:
     """One step's record in host memory: int32 [3, lanes] (tokens appended, finish code, token)."""
 
-    def __init__(self, max_lanes: int, pinned: bool) -> None:
-        self.data = torch.zeros(3, max_lanes, dtype=torch.int32, pin_memory=pinned)
-        self.host: Array = self.data.numpy()
+    def __init__(self, memory_3L: Tensor) -> None:
+        self.memory_3L = memory_3L
+        self.host: Array = memory_3L.numpy()
 
-    def write(self, count_L: Tensor, finish_L: Tensor, token_L: Tensor) -> None:
-        """Runs on the stream."""
-        lanes = count_L.shape[0]
-        for line, values in enumerate((count_L, finish_L, token_L)):
-            self.data[line, :lanes].copy_(values, non_blocking=True)
+    def lines(self, lanes: int) -> CommitRecord:
+        """Where commit writes."""
+        return CommitRecord(*self.memory_3L[:, :lanes])
 
     def read(self, lanes: int) -> Array:
         """Runs on the host after the step's event: a copy, so that the record can be reused at once."""
         return self.host[:, :lanes].copy()
+
+
+class OutDoor:
+    """Records taken in turn. On a CUDA device they are pinned, and commit's kernel stores into them: no copy.
+
+    A captured step has one address for all its launches, so the device counts the turns itself
+    (commit_ring); take() must be called once a step, in the order of the steps.
+    """
+
+    def __init__(self, slots: int, max_lanes: int, device: torch.device) -> None:
+        pinned = device.type == "cuda"
+        memory_S3L = torch.zeros(slots, 3, max_lanes, dtype=torch.int32, pin_memory=pinned)
+        self.commit_ring = CommitRing(memory_S3L, torch.zeros(2, dtype=torch.int32, device=device))
+        records = iter(memory_S3L)
+        self.ring = Ring(lambda: OutRecord(next(records)), slots)
 
 
 def lazy_zeros(shape: Sequence[int], dtype: torch.dtype, device: torch.device) -> Tensor:
@@ -156,6 +171,15 @@ def from_host(values: Array, device: torch.device) -> Tensor:
     return torch.from_numpy(values).to(device)
 
 
+def leave(tensor: Tensor) -> Tensor:
+    """Runs on the stream: a large and rare result (logprobs) on its way to the host. Read it after the event
+    of its step, by to_host."""
+    if tensor.device.type == "cpu":
+        return tensor
+    host = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=True)
+    return host.copy_(tensor, non_blocking=True)
+
+
 def to_host(tensor: Tensor) -> Array:
-    """A large and rare result (logprobs) as NumPy, after the event of the step that made it."""
-    return tensor.cpu().numpy()
+    """What leave() gave, as NumPy."""
+    return tensor.numpy()

@@ -1,9 +1,14 @@
-"""Builds a runner from an EnginePlan: model, table, attention, sampling, stream; profile step; KV pool."""
+"""Builds a runner from an EnginePlan: model, table, attention, sampling, stream; profile step; KV pool.
+
+Two ways of building meet here: steps of exact size in torch operations (a CPU, or CUDA without Triton), and
+bucketed steps for graphs on Triton's kernels.
+"""
 
 from __future__ import annotations
 
 import functools
 import logging
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import cast
 
@@ -11,16 +16,23 @@ import numpy as np
 import torch
 
 from slipstream.attention.paged_torch import PagedTorchAttention
+from slipstream.attention.paged_triton import PagedTritonAttention
 from slipstream.config.plan import EnginePlan
 from slipstream.contracts.step import StepPlan
 from slipstream.loading import load_model
 from slipstream.models.base import Model
+from slipstream.rows.doors import OutDoor
 from slipstream.rows.stream import CpuStream, CudaStream, Stream
 from slipstream.rows.table import RowTable
+from slipstream.runner.bucket_tick import BucketTick
 from slipstream.runner.lanes import LOGPROBS
 from slipstream.runner.memory import MemoryPlan, size_kv_pool
 from slipstream.runner.memory_cpu import measure_peak, measured_cpu
+from slipstream.runner.memory_cuda import CudaMemory
 from slipstream.runner.runner import ModelRunner
+from slipstream.runner.shapes import Shapes
+from slipstream.runner.tick import EagerTick, Tick
+from slipstream.runner.warmup import warm_up
 from slipstream.sampling.pipeline import Pipeline, default_features
 
 log = logging.getLogger("slipstream.runner")
@@ -28,6 +40,8 @@ log = logging.getLogger("slipstream.runner")
 # Tokens of the CPU profile step; activations grow in proportion to tokens, so the measure is scaled up to the
 # largest step. (A whole step of 512 tokens costs a second at start.)
 PROFILE_TOKENS = 128
+# Top logprobs that graphs compute; requests that ask for more get eager steps.
+GRAPH_LOGPROBS = 20
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,48 +54,45 @@ class BuiltRunner:
     linear_reason: str
 
 
+@dataclass(frozen=True, slots=True)
+class _Parts:
+    """What every runner has."""
+
+    plan: EnginePlan
+    device: torch.device
+    model: Model
+    pipeline: Pipeline
+    table: RowTable
+    records: OutDoor
+
+    def runner(self, tick: Tick, stream: Stream) -> ModelRunner:
+        return ModelRunner(
+            table=self.table,
+            tick=tick,
+            pipeline=self.pipeline,
+            stream=stream,
+            records=self.records,
+            vocab_size=self.plan.spec.vocab_size,
+        )
+
+    def built(self, runner: ModelRunner, memory: MemoryPlan) -> BuiltRunner:
+        return BuiltRunner(runner, memory, self.model.linear_name, self.model.linear_reason)
+
+
 def build_runner(plan: EnginePlan) -> BuiltRunner:
     """Load, profile, size, allocate. Raises ValueError where the plan cannot be honoured."""
     device = torch.device(plan.device)
     stream: Stream = CudaStream(device) if device.type == "cuda" else CpuStream()
+    build = _build_bucketed if plan.attention_backend == "triton" else _build_eager
     try:
-        return _build_on(stream, plan, device)
+        # Torch keeps a team of OpenMP threads for every thread that computes, be it a fill with zeros. Two
+        # teams outnumber the cores, and then their waits sleep instead of spinning: steps took 1.8 times as
+        # long. So all that computes runs on the stream's thread, from the first weight on.
+        parts = cast(_Parts, stream.submit(functools.partial(_make_parts, plan, device)).wait())
+        return build(parts, stream)
     except Exception:
         stream.close()
         raise
-
-
-def _build_on(stream: Stream, plan: EnginePlan, device: torch.device) -> BuiltRunner:
-    # Torch keeps a team of OpenMP threads for every thread that computes, be it a fill with zeros. Two teams
-    # outnumber the cores, and then their waits sleep instead of spinning: steps took 1.8 times as long. So
-    # all that computes runs on the stream's thread, from the first weight on.
-    parts = cast(_Parts, stream.submit(functools.partial(_make_parts, plan, device)).wait())
-    model, attention = parts.model, parts.attention
-    runner = ModelRunner(
-        table=parts.table,
-        model=model,
-        attention=attention,
-        pipeline=parts.pipeline,
-        stream=stream,
-        steps_in_flight=plan.steps_in_flight,
-        vocab_size=plan.spec.vocab_size,
-    )
-    activations = _profile(runner, attention, plan)
-    measured = measured_cpu(plan, model.num_bytes, activations)
-    memory = size_kv_pool(plan, measured, attention.bytes_per_block())
-    attention.allocate(memory.num_blocks)
-    log.info("memory: %s", memory.describe())
-    return BuiltRunner(runner, memory, model.linear_name, model.linear_reason)
-
-
-@dataclass(frozen=True, slots=True)
-class _Parts:
-    """What a runner is made of."""
-
-    model: Model
-    pipeline: Pipeline
-    table: RowTable
-    attention: PagedTorchAttention
 
 
 def _make_parts(plan: EnginePlan, device: torch.device) -> _Parts:
@@ -93,8 +104,10 @@ def _make_parts(plan: EnginePlan, device: torch.device) -> _Parts:
         device=device,
         load_format=args.load_format,
         seed=args.seed,
+        fused=plan.attention_backend == "triton",
     )
     pipeline = Pipeline(default_features(vocab_size), vocab_size, device)
+    slots = plan.steps_in_flight + 1
     table = RowTable(
         max_num_seqs=plan.max_num_seqs,
         max_model_len=plan.max_model_len,
@@ -102,24 +115,74 @@ def _make_parts(plan: EnginePlan, device: torch.device) -> _Parts:
         device=device,
         columns=pipeline.columns,
         features=(*pipeline.names, LOGPROBS),
-        flush_slots=plan.steps_in_flight + 1,
+        flush_slots=slots,
     )
-    attention = PagedTorchAttention(model.attention, plan.block_size, model.activation_dtype, device)
-    return _Parts(model, pipeline, table, attention)
+    return _Parts(plan, device, model, pipeline, table, OutDoor(slots, table.num_rows, device))
 
 
-def _profile(runner: ModelRunner, attention: PagedTorchAttention, plan: EnginePlan) -> int:
-    """Activation bytes of the largest step: a plan over the padding row, as real as any other."""
+def _build_eager(parts: _Parts, stream: Stream) -> BuiltRunner:
+    plan, model = parts.plan, parts.model
+    attention = PagedTorchAttention(
+        model.attention, plan.block_size, model.activation_dtype, parts.device
+    )
+    runner = parts.runner(EagerTick(parts.table, model, attention, parts.pipeline), stream)
     attention.allocate(1)
     tokens = min(PROFILE_TOKENS, plan.max_num_batched_tokens, plan.max_model_len)
-    peak = measure_peak(lambda: _discard(runner, _padding_plan(runner.table.padding_row, tokens)))
-    per_token = peak / tokens
-    logits = 4 * plan.spec.vocab_size * plan.max_num_seqs
-    return int(per_token * plan.max_num_batched_tokens) + logits
+    step = _padding_plan(runner.table.padding_row, tokens)
+    if parts.device.type == "cuda":
+        memory_of = CudaMemory(parts.device)
+        memory_of.profile(lambda: runner.step(step).wait())
+        measured = memory_of.measured(plan)
+    else:
+        peak = measure_peak(lambda: runner.step(step).wait())
+        logits = 4 * plan.spec.vocab_size * plan.max_num_seqs
+        activations = peak // tokens * plan.max_num_batched_tokens + logits
+        measured = measured_cpu(plan, model.num_bytes, activations)
+    memory = size_kv_pool(plan, measured, attention.bytes_per_block())
+    attention.allocate(memory.num_blocks)
+    log.info("memory: %s", memory.describe())
+    return parts.built(runner, memory)
 
 
-def _discard(runner: ModelRunner, plan: StepPlan) -> None:
-    runner.step(plan).wait()
+def _build_bucketed(parts: _Parts, stream: Stream) -> BuiltRunner:
+    plan, model = parts.plan, parts.model
+    attention = PagedTritonAttention(
+        model.attention,
+        plan.block_size,
+        model.activation_dtype,
+        parts.device,
+        max_lanes=plan.max_num_seqs,
+        kv_dtype=torch.float8_e4m3fn if plan.kv_cache_dtype == "fp8" else None,
+        batch_invariant=plan.batch_invariant,
+    )
+    shapes = Shapes(
+        _ending_in(plan.max_num_seqs, plan.graph_sizes),
+        _ending_in(plan.max_num_batched_tokens, plan.token_buckets),
+        parts.pipeline.stage_of,
+        min(plan.max_logprobs, GRAPH_LOGPROBS),
+    )
+    tick = BucketTick(
+        parts.table,
+        model,
+        attention,
+        parts.pipeline,
+        shapes,
+        parts.records.commit_ring,
+        plan.max_num_batched_tokens,
+        plan.spec.hidden_size,
+    )
+
+    def prepare() -> MemoryPlan:
+        return warm_up(plan, attention, tick, shapes.all(), parts.device)
+
+    memory = cast(MemoryPlan, stream.submit(prepare).wait())
+    return parts.built(parts.runner(tick, stream), memory)
+
+
+def _ending_in(most: int, buckets: Sequence[int]) -> tuple[int, ...]:
+    """Buckets of which the last is `most`; powers of two where none are given (eager steps)."""
+    buckets = buckets or [1 << bit for bit in range(most.bit_length())]
+    return (*(size for size in buckets if size < most), most)
 
 
 def _padding_plan(row: int, tokens: int) -> StepPlan:

@@ -48,9 +48,9 @@ class StepHandle:
         )
 
     def _token_logprobs(self, scores: Scores, lanes: LaneSet) -> TokenLogprobs:
-        """From the lanes that asked to all lanes of the step."""
+        """From the lanes that are scored to all lanes of the step."""
         ids, values, rank = (to_host(t) for t in scores)
-        lane = lanes.logprob_lane
+        lane = lanes.scored_lane
         spread = (lanes.num_lanes, 1, ids.shape[1])
         out = TokenLogprobs(
             np.zeros(spread, np.int32), np.zeros(spread, np.float32), np.zeros(spread[:2], np.int32)

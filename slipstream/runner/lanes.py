@@ -1,5 +1,8 @@
 """The lanes of a step as the host knows them: counts and places, rebuilt only when the lane set changes.
 
+An eager step has the plan's very lanes, and lists of those that use a feature. A bucketed step has one of a
+few shapes that a graph may hold: its lanes are filled up with the padding row, and each of them samples.
+
 Legend: L lanes, N sampling lanes, K top logprobs.
 """
 
@@ -13,6 +16,7 @@ import numpy as np
 from slipstream.contracts.step import StepPlan
 from slipstream.rows.table import RowTable
 from slipstream.runner.mirror import RowMirror
+from slipstream.runner.shapes import Shape, Shapes
 
 Array = np.ndarray
 
@@ -36,25 +40,38 @@ class PromptScore:
 
 @dataclass(frozen=True, slots=True)
 class LaneSet:
-    """counts: feature name -> sampling lanes that use it (features nobody uses are absent). logprob_lane: the
-    lanes that sample and asked for logprobs."""
+    """num_logprobs: the most that any lane asked for, -1 for none. scored_lane: the lanes to which the lines
+    of the step's logprobs belong."""
 
     lane_row: Array
     lane_generation: Array
     query_len_L: Array
     num_tokens: int
     num_decode_lanes: int
-    sample_lane_N: Array
-    counts: dict[str, int]
     num_logprobs: int
-    logprob_lane: Array
+    scored_lane: Array
 
     @property
     def num_lanes(self) -> int:
         return len(self.lane_row)
 
 
-def stage_lanes(plan: StepPlan, table: RowTable, mirror: RowMirror, features: Sequence[str]) -> LaneSet:
+@dataclass(frozen=True, slots=True)
+class ExactLanes(LaneSet):
+    """counts: feature name -> sampling lanes that use it (features nobody uses are absent)."""
+
+    num_samples: int
+    counts: dict[str, int]
+
+
+@dataclass(frozen=True, slots=True)
+class BucketLanes(LaneSet):
+    """shape: what the step is filled up to."""
+
+    shape: Shape
+
+
+def stage_exact(plan: StepPlan, table: RowTable, mirror: RowMirror, features: Sequence[str]) -> ExactLanes:
     """Write the plan's lanes into the table's lane arrays, and keep what the host needs of them."""
     sample_lane_N = np.flatnonzero(plan.lane_samples).astype(np.int32)
     row_N = plan.lane_row[sample_lane_N]
@@ -63,25 +80,57 @@ def stage_lanes(plan: StepPlan, table: RowTable, mirror: RowMirror, features: Se
     table.set_lanes("sample_to_lane", sample_lane_N)
     counts: dict[str, int] = {}
     bits_N = mirror.features[row_N]
-    used = int(np.bitwise_or.reduce(bits_N)) if len(bits_N) else 0
-    places = {name: np.flatnonzero(bits_N >> i & 1) for i, name in enumerate(features) if used >> i & 1}
+    places = {name: np.flatnonzero(bits_N >> i & 1) for i, name in _used(bits_N, features)}
     num_logprobs = int(mirror.logprobs[row_N].max(initial=-1))
     if num_logprobs >= 0:
         places[LOGPROBS] = np.flatnonzero(mirror.logprobs[row_N] >= 0)
     for name, place in places.items():
         table.set_lanes(f"feature_{name}", place.astype(np.int32))
         counts[name] = len(place)
-    return LaneSet(
+    return ExactLanes(
         plan.lane_row,
         plan.lane_generation,
         plan.lane_query_len,
         int(plan.lane_query_len.sum()),
         plan.num_decode_lanes,
-        sample_lane_N,
-        counts,
         num_logprobs,
         sample_lane_N[places.get(LOGPROBS, slice(0))],
+        len(sample_lane_N),
+        counts,
     )
+
+
+def stage_bucket(
+    plan: StepPlan, table: RowTable, mirror: RowMirror, features: Sequence[str], shapes: Shapes
+) -> BucketLanes:
+    """The same for a bucketed step. Lanes beyond the plan's have one token in a step of decode lanes alone,
+    none in others."""
+    lanes, tokens = len(plan.lane_row), int(plan.lane_query_len.sum())
+    decode = plan.num_decode_lanes == lanes
+    used = [name for _, name in _used(mirror.features[plan.lane_row], features)]
+    num_logprobs = int(mirror.logprobs[plan.lane_row].max(initial=-1))
+    shape = shapes.find(lanes, tokens, decode=decode, features=used, num_logprobs=num_logprobs)
+    row_L = np.full(shape.lanes, table.padding_row, np.int32)
+    query_len_L = np.full(shape.lanes, int(decode), np.int32)
+    row_L[:lanes], query_len_L[:lanes] = plan.lane_row, plan.lane_query_len
+    table.set_lanes("lane_to_row", row_L)
+    table.set_lanes("lane_query_len", query_len_L)
+    return BucketLanes(
+        plan.lane_row,
+        plan.lane_generation,
+        plan.lane_query_len,
+        tokens,
+        plan.num_decode_lanes,
+        num_logprobs,
+        np.arange(lanes),
+        shape,
+    )
+
+
+def _used(bits_N: Array, features: Sequence[str]) -> list[tuple[int, str]]:
+    """Number and name of the features that some lane uses."""
+    used = int(np.bitwise_or.reduce(bits_N)) if len(bits_N) else 0
+    return [(i, name) for i, name in enumerate(features) if used >> i & 1]
 
 
 def prompt_scores(lanes: LaneSet, mirror: RowMirror, bound_L: Array) -> list[PromptScore]:

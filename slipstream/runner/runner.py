@@ -10,14 +10,12 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from slipstream.attention.protocol import AttentionBackend
 from slipstream.contracts.step import Admission, StepPlan
-from slipstream.models.base import Model
-from slipstream.rows.doors import OutRecord, Ring
+from slipstream.rows.doors import OutDoor
 from slipstream.rows.stream import Stream
 from slipstream.rows.table import RowTable
 from slipstream.runner.handle import StepHandle
-from slipstream.runner.lanes import LaneSet, prompt_scores, stage_lanes
+from slipstream.runner.lanes import LaneSet, prompt_scores
 from slipstream.runner.mirror import RowMirror
 from slipstream.runner.tick import StepWork, Tick
 from slipstream.sampling.pipeline import Pipeline
@@ -30,11 +28,10 @@ class ModelRunner:
         self,
         *,
         table: RowTable,
-        model: Model,
-        attention: AttentionBackend,
+        tick: Tick,
         pipeline: Pipeline,
         stream: Stream,
-        steps_in_flight: int,
+        records: OutDoor,
         vocab_size: int,
     ) -> None:
         self.table = table
@@ -42,9 +39,8 @@ class ModelRunner:
         self._pipeline = pipeline
         self._vocab_size = vocab_size
         self._mirror = RowMirror(table.num_rows)
-        self._tick = Tick(table, model, attention, pipeline)
-        pinned = table.device.type == "cuda"
-        self._records = Ring(lambda: OutRecord(table.num_rows, pinned), steps_in_flight + 1)
+        self._tick = tick
+        self._records = records.ring
         self._lanes: LaneSet | None = None
 
     def step(self, plan: StepPlan) -> StepHandle:
@@ -82,7 +78,7 @@ class ModelRunner:
 
     def _stage_lanes(self, plan: StepPlan) -> LaneSet:
         if plan.lanes_changed or self._lanes is None:
-            self._lanes = stage_lanes(plan, self.table, self._mirror, self._pipeline.names)
+            self._lanes = self._tick.stage_lanes(plan, self._mirror)
         return self._lanes
 
     def close(self) -> None:

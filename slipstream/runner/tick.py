@@ -1,6 +1,7 @@
-"""The device's part of a step, in order, as it runs on the stream: inputs, forward, sample, commit, record.
+"""The device's part of a step, in order, as it runs on the stream: inputs, forward, sample, commit.
 
-Everything it reads of a request is in the row table. Host facts (LaneSet) only size the work.
+Everything it reads of a request is in the row table. Host facts (LaneSet) only size the work. The eager tick
+here works on a step's very lanes, in any backend; bucket_tick.py has the form that graphs hold.
 
 Legend: T tokens, L lanes, N sampling lanes, V vocabulary, H hidden size.
 """
@@ -8,18 +9,21 @@ Legend: T tokens, L lanes, N sampling lanes, V vocabulary, H hidden size.
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Any, Protocol
 
 import torch
 
 from slipstream.attention.protocol import AttentionBackend, AttentionBatch
+from slipstream.contracts.step import StepPlan
 from slipstream.kernels.commit import commit_step
 from slipstream.kernels.logprobs import token_logprobs
 from slipstream.kernels.step_inputs import StepInputs, build_step_inputs
 from slipstream.models.base import Model
 from slipstream.rows.columns import Array
-from slipstream.rows.doors import OutRecord, StagedWrites, from_host
+from slipstream.rows.doors import OutRecord, StagedWrites, from_host, leave
 from slipstream.rows.table import RowTable
-from slipstream.runner.lanes import LOGPROBS, LaneSet, PromptScore
+from slipstream.runner.lanes import LOGPROBS, ExactLanes, LaneSet, PromptScore, stage_exact
+from slipstream.runner.mirror import RowMirror
 from slipstream.sampling.pipeline import Pipeline
 from slipstream.sampling.protocol import SampleBatch
 
@@ -32,10 +36,10 @@ SCORE_CHUNK = 256
 
 @dataclass(frozen=True, slots=True)
 class StepWork:
-    """What step() hands the stream."""
+    """What step() hands the stream. lanes: as the same tick staged them."""
 
     writes: StagedWrites
-    lanes: LaneSet
+    lanes: Any
     length_bound_L: Array
     prompt_scores: list[PromptScore]
     record: OutRecord
@@ -44,13 +48,46 @@ class StepWork:
 
 @dataclass(slots=True)
 class TickOutput:
-    """Large and rare results, still on the device: (ids, values, rank) of sampled and of prompt tokens."""
+    """Large and rare results on their way to the host: (ids, values, rank) of sampled and of prompt
+    tokens."""
 
     logprobs: Scores | None
     prompt_logprobs: list[Scores]
 
 
-class Tick:
+NOTHING = TickOutput(None, [])
+
+
+class Tick(Protocol):
+    """How steps run on a device."""
+
+    def stage_lanes(self, plan: StepPlan, mirror: RowMirror) -> LaneSet:
+        """On the host: write the plan's lanes into the table's lane arrays."""
+        ...
+
+    def run(self, work: StepWork) -> TickOutput:
+        """One step on the stream."""
+        ...
+
+
+class PromptScorer:
+    """Logprobs of prompt tokens, from the hidden states of a step."""
+
+    def __init__(self, table: RowTable, model: Model) -> None:
+        self._table, self._model = table, model
+
+    def __call__(self, hidden_TH: Tensor, score: PromptScore) -> Scores:
+        target_T = self._table.columns["tokens"][score.row, score.first : score.first + score.count].clone()
+        pieces = []
+        for begin in range(0, score.count, SCORE_CHUNK):
+            end = min(begin + SCORE_CHUNK, score.count)
+            logits_TV = self._model.logits(hidden_TH[score.token + begin : score.token + end])
+            pieces.append(token_logprobs(logits_TV, target_T[begin:end], score.num_logprobs))
+        ids, values, rank = (leave(torch.cat(parts)) for parts in zip(*pieces, strict=True))
+        return ids, values, rank
+
+
+class EagerTick:
     """Binds the parts that a step runs through."""
 
     def __init__(
@@ -60,20 +97,24 @@ class Tick:
         self._model = model
         self._attention = attention
         self._pipeline = pipeline
+        self._score_prompt = PromptScorer(table, model)
+
+    def stage_lanes(self, plan: StepPlan, mirror: RowMirror) -> ExactLanes:
+        return stage_exact(plan, self._table, mirror, self._pipeline.names)
 
     def run(self, work: StepWork) -> TickOutput:
         """One step on the stream."""
         work.writes.apply(self._table.arena)
         if len(work.fresh_blocks):
             self._attention.clear(from_host(work.fresh_blocks, self._table.device).long())
-        lanes = work.lanes
+        lanes: ExactLanes = work.lanes
         inputs = self._inputs(lanes)
         attend = self._attention.bind(self._attention_batch(inputs, work))
         hidden_TH = self._model.forward(inputs.token_T, inputs.position_T, attend)
-        sample_N = self._table.lanes["sample_to_lane"][: len(lanes.sample_lane_N)].long()
+        sample_N = self._table.lanes["sample_to_lane"][: lanes.num_samples].long()
         logprobs, token_N, ok_N = self._sample(hidden_TH, inputs, sample_N, lanes)
         columns = self._table.columns
-        record = commit_step(
+        commit_step(
             inputs,
             sample_N,
             token_N,
@@ -84,11 +125,11 @@ class Tick:
             max_len_R=columns["max_len"],
             end_ids_RE=columns["end_ids"],
             alive_R=columns["alive"],
+            record=work.record.lines(lanes.num_lanes),
         )
-        work.record.write(record.count_L, record.finish_L, record.token_L)
         return TickOutput(logprobs, [self._score_prompt(hidden_TH, score) for score in work.prompt_scores])
 
-    def _inputs(self, lanes: LaneSet) -> StepInputs:
+    def _inputs(self, lanes: ExactLanes) -> StepInputs:
         columns, arrays = self._table.columns, self._table.lanes
         return build_step_inputs(
             arrays["lane_to_row"][: lanes.num_lanes],
@@ -99,6 +140,7 @@ class Tick:
             alive_R=columns["alive"],
             blocks_RB=columns["blocks"],
             block_size=self._table.block_size,
+            one_each=lanes.num_decode_lanes == lanes.num_lanes,
         )
 
     def _attention_batch(self, inputs: StepInputs, work: StepWork) -> AttentionBatch:
@@ -115,14 +157,14 @@ class Tick:
         )
 
     def _sample(
-        self, hidden_TH: Tensor, inputs: StepInputs, sample_N: Tensor, lanes: LaneSet
+        self, hidden_TH: Tensor, inputs: StepInputs, sample_N: Tensor, lanes: ExactLanes
     ) -> tuple[Scores | None, Tensor, Tensor]:
         """Token and validity of every sampling lane, and raw logprobs of those that asked."""
         if len(sample_N) == 0:
             empty = sample_N.int()
             return None, empty, empty.bool()
         last_N = (inputs.query_start_L1[1:][sample_N] - 1).long()
-        logits_NV = self._model.logits(hidden_TH[last_N])
+        logits_NV = self._model.logits(hidden_TH[last_N]).float()
         row_N = inputs.row_L[sample_N]
         places = {name: self._table.lanes[f"feature_{name}"][:n].long() for name, n in lanes.counts.items()}
         asked = places.pop(LOGPROBS, None)
@@ -135,14 +177,5 @@ class Tick:
             return None, sampled.tokens_N, sampled.ok_N
         # A row that fails has no token; its scores are never read.
         token = sampled.tokens_N[asked].clamp(min=0)
-        return token_logprobs(raw, token, lanes.num_logprobs), sampled.tokens_N, sampled.ok_N
-
-    def _score_prompt(self, hidden_TH: Tensor, score: PromptScore) -> Scores:
-        target_T = self._table.columns["tokens"][score.row, score.first : score.first + score.count].clone()
-        pieces = []
-        for begin in range(0, score.count, SCORE_CHUNK):
-            end = min(begin + SCORE_CHUNK, score.count)
-            logits_TV = self._model.logits(hidden_TH[score.token + begin : score.token + end])
-            pieces.append(token_logprobs(logits_TV, target_T[begin:end], score.num_logprobs))
-        ids, values, rank = (torch.cat(parts) for parts in zip(*pieces, strict=True))
-        return ids, values, rank
+        ids, values, rank = map(leave, token_logprobs(raw, token, lanes.num_logprobs))
+        return (ids, values, rank), sampled.tokens_N, sampled.ok_N

@@ -195,6 +195,7 @@ def step_kernels_error() -> float:
         length = torch.randint(0, longest + 1, (count,), device=CUDA)
         start = torch.cat((torch.zeros(1, dtype=torch.int64, device=CUDA), length.cumsum(0)))
         place = torch.randperm(count, device=CUDA) * (longest + 2)
+        place, start = place.int(), start.int()
         payload = torch.randint(0, 1 << 30, (int(length.sum()),), device=CUDA, dtype=torch.int32)
         arenas = torch.full((2, count * (longest + 2)), -5, dtype=torch.int32, device=CUDA).unbind()
         spans.scatter_spans(arenas[0], payload, place, start)

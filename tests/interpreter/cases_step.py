@@ -6,7 +6,7 @@ from dataclasses import fields
 import pytest
 import torch
 
-from slipstream.kernels.commit import CommitRecord, commit_step, commit_step_reference
+from slipstream.kernels.commit import CommitRecord, CommitRing, commit_step, commit_step_reference
 from slipstream.kernels.spans import scatter_spans, scatter_spans_reference
 from slipstream.kernels.step_inputs import build_step_inputs, build_step_inputs_reference
 
@@ -37,11 +37,12 @@ def make_rows(seed):
 
 def inputs_of(run, rows, lane_to_row, query_len, tokens):
     columns = (rows["tokens"], rows["num_computed"], rows["alive"], rows["blocks"])
+    one_each = tokens == len(query_len) == int(query_len.sum()) and bool((query_len == 1).all())
     if run is build_step_inputs_reference:
-        return run(lane_to_row, query_len, tokens, *columns, BLOCK)
+        return run(lane_to_row, query_len, tokens, *columns, BLOCK, one_each)
     names = ("tokens_RM", "num_computed_R", "alive_R", "blocks_RB")
     named = dict(zip(names, columns, strict=True))
-    return run(lane_to_row, query_len, tokens, **named, block_size=BLOCK)
+    return run(lane_to_row, query_len, tokens, **named, block_size=BLOCK, one_each=one_each)
 
 
 def same(got, expected):
@@ -89,7 +90,7 @@ def test_commit_equals_the_reference(seed, sampling):
         record = CommitRecord(*torch.full((3, 64), 77, dtype=torch.int32)[:, :35].unbind())
         if kernel:
             named = {f"{n}_{s}": mine[n] for n, s in zip(names, suffix, strict=True)}
-            assert commit_step(inputs, lane, token, ok, **named, record=record) is record
+            commit_step(inputs, lane, token, ok, **named, record=record)
         else:
             commit_step_reference(inputs, lane, token, ok, *(mine[n] for n in names), record)
         results.append((record, mine))
@@ -108,7 +109,32 @@ def test_scatter_equals_the_reference(spans, longest):
     place = torch.randperm(spans, generator=generator) * (longest + 2)
     payload = torch.randint(0, 1 << 30, (int(length.sum()),), generator=generator, dtype=torch.int32)
     arenas = torch.full((2, spans * (longest + 2)), -5, dtype=torch.int32).unbind()
+    place, start = place.int(), start.int()
     scatter_spans(arenas[0], payload, place, start)
     scatter_spans_reference(arenas[1], payload, place, start)
     assert torch.equal(*arenas)
     assert int((arenas[0] != -5).sum()) == len(payload)
+
+
+def test_records_of_a_ring_are_written_in_turn():
+    rows = make_rows(5)
+    row = torch.arange(35, dtype=torch.int32)
+    inputs = inputs_of(build_step_inputs_reference, rows, row, torch.ones_like(row), 35)
+    names = ("tokens", "length", "num_computed", "max_len", "end_ids", "alive")
+    suffix = ("RM", "R", "R", "R", "RE", "R")
+    ring = CommitRing(torch.full((3, 3, 40), 77, dtype=torch.int32), torch.zeros(2, dtype=torch.int32))
+    ok = torch.ones(35, dtype=torch.bool)
+    for step in range(5):
+        token = torch.full((35,), 100 + step, dtype=torch.int32)
+        mine = {name: view.clone() for name, view in rows.items()}
+        record = CommitRecord(*torch.full((3, 35), 77, dtype=torch.int32).unbind())
+        theirs = {name: view.clone() for name, view in rows.items()}
+        commit_step_reference(inputs, row.long(), token, ok, *(theirs[n] for n in names), record)
+        named = {f"{n}_{s}": mine[n] for n, s in zip(names, suffix, strict=True)}
+        before = ring.memory_S3L.clone()
+        commit_step(inputs, row.long(), token, ok, **named, record=ring)
+        written = ring.memory_S3L[step % 3]
+        assert all(torch.equal(written[i, :35], getattr(record, f)) for i, f in
+                   enumerate(("count_L", "finish_L", "token_L")))
+        before[step % 3, :, :35] = written[:, :35]
+        assert torch.equal(ring.memory_S3L, before)

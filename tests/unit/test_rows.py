@@ -119,7 +119,8 @@ def test_scatter_spans_equals_slice_assignment(seed):
     start = np.concatenate(([0], np.cumsum(lengths)))
     for place, a, b in zip(places, start, start[1:], strict=False):
         expected[place : place + b - a] = torch.from_numpy(payload[a:b])
-    scatter_spans(arena, torch.from_numpy(payload), torch.from_numpy(places), torch.from_numpy(start))
+    places, start = (torch.from_numpy(each.astype(np.int32)) for each in (places, start))
+    scatter_spans(arena, torch.from_numpy(payload), places, start)
     assert torch.equal(arena, expected)
 
 
@@ -148,7 +149,7 @@ def test_a_staging_buffer_is_not_reused_before_its_last_reader_is_done():
 
 
 def test_a_flush_larger_than_the_buffer_grows_it():
-    door = InDoor(1, pinned=False, words=4, spans=1)
+    door = InDoor(1, pinned=False, words=4)
     arena = torch.zeros(100, dtype=torch.int32)
     door.span(10, np.arange(50, dtype=np.int32))
     door.cells(np.array([0, 99]), np.array([7, 8], np.int32))

@@ -6,7 +6,7 @@ import torch
 
 from slipstream.contracts.step import Finish
 from slipstream.kernels import commit as commit_kernel
-from slipstream.kernels.commit import commit_step
+from slipstream.kernels.commit import CommitRecord, commit_step
 from slipstream.kernels.step_inputs import build_step_inputs
 
 ROWS, LEN, BLOCK = 6, 24, 4
@@ -38,6 +38,7 @@ def build(rows, lanes, query_len):
         alive_R=rows["alive"],
         blocks_RB=rows["blocks"],
         block_size=BLOCK,
+        one_each=max(query_len) == 1,
     )
 
 
@@ -66,7 +67,8 @@ def test_inputs_are_the_tokens_positions_and_slots_of_each_lane(seed, query_len)
 def commit(rows, lanes, query_len, sampled, ok=None):
     inputs = build(rows, lanes, query_len)
     ok = torch.ones(len(lanes), dtype=torch.bool) if ok is None else torch.tensor(ok)
-    return commit_step(
+    record = CommitRecord(*torch.full((3, len(lanes)), 77, dtype=torch.int32))
+    commit_step(
         inputs,
         torch.arange(len(lanes)),
         torch.tensor(sampled, dtype=torch.int32),
@@ -77,7 +79,9 @@ def commit(rows, lanes, query_len, sampled, ok=None):
         max_len_R=rows["max_len"],
         end_ids_RE=rows["end_ids"],
         alive_R=rows["alive"],
+        record=record,
     )
+    return record
 
 
 @pytest.mark.parametrize("seed", range(20))

@@ -1,0 +1,132 @@
+"""A step in the form that CUDA graphs hold: one of a few shapes, every lane samples, all sizes fixed.
+
+A lane that has not come to the end of its row (an unfinished prefill) or is dead or padding samples
+something, and commit ignores it. What the host learns is in the pinned record that commit's kernel writes.
+
+Legend: T tokens, L lanes, V vocabulary, H hidden size.
+"""
+
+from __future__ import annotations
+
+import torch
+
+from slipstream.attention.protocol import AttentionBackend, AttentionBatch
+from slipstream.contracts.step import StepPlan, empty_i32
+from slipstream.kernels.commit import CommitRing, commit_step
+from slipstream.kernels.logprobs import token_logprobs
+from slipstream.kernels.step_inputs import build_step_inputs
+from slipstream.models.base import Model
+from slipstream.rows.doors import leave
+from slipstream.rows.table import RowTable
+from slipstream.runner.graphs import Graphs
+from slipstream.runner.lanes import BucketLanes, stage_bucket
+from slipstream.runner.mirror import RowMirror
+from slipstream.runner.shapes import Shape, Shapes
+from slipstream.runner.tick import NOTHING, PromptScorer, Scores, StepWork, TickOutput
+from slipstream.sampling.pipeline import Pipeline
+from slipstream.sampling.protocol import SampleBatch
+
+Tensor = torch.Tensor
+
+NO_BOUNDS = empty_i32()
+
+
+class BucketTick:
+    """Binds the parts. Call capture() once the KV pool has its final place; until then every step is
+    eager."""
+
+    def __init__(
+        self,
+        table: RowTable,
+        model: Model,
+        attention: AttentionBackend,
+        pipeline: Pipeline,
+        shapes: Shapes,
+        ring: CommitRing,
+        max_tokens: int,
+        hidden_size: int,
+    ) -> None:
+        self._table, self._model, self._attention = table, model, attention
+        self._pipeline, self._shapes, self._ring = pipeline, shapes, ring
+        self._lane_L = torch.arange(table.num_rows - 1, device=table.device)
+        # A mixed step leaves its hidden states here, for prompts that are to be scored.
+        size = (max_tokens, hidden_size)
+        self._hidden_TH = torch.zeros(size, dtype=model.activation_dtype, device=table.device)
+        self._score_prompt = PromptScorer(table, model)
+        self.graphs = Graphs(self._body, table.device)
+
+    def stage_lanes(self, plan: StepPlan, mirror: RowMirror) -> BucketLanes:
+        return stage_bucket(plan, self._table, mirror, self._pipeline.names, self._shapes)
+
+    def run(self, work: StepWork) -> TickOutput:
+        """One step on the stream: staged writes, if any, and one graph."""
+        lanes: BucketLanes = work.lanes
+        work.writes.apply(self._table.arena)
+        scores = self.graphs.run(lanes.shape)
+        if scores is None and not work.prompt_scores:
+            return NOTHING
+        left = None
+        if scores is not None:
+            ids, values, rank = (leave(each[: lanes.num_lanes]) for each in scores)
+            left = ids, values, rank
+        return TickOutput(left, [self._score_prompt(self._hidden_TH, each) for each in work.prompt_scores])
+
+    def point_all_lanes_nowhere(self) -> None:
+        """Every lane is the padding row's, with one token: the state in which shapes are tried and
+        captured."""
+        self._table.lanes["lane_to_row"].fill_(self._table.padding_row)
+        self._table.lanes["lane_query_len"].fill_(1)
+
+    def begin(self) -> None:
+        """Trials have taken turns of the ring; the first real step takes the first."""
+        self._ring.turn_2.zero_()
+
+    def _body(self, shape: Shape) -> Scores | None:
+        """The whole tick. Returns the logprobs, where the shape has them."""
+        columns, arrays = self._table.columns, self._table.lanes
+        inputs = build_step_inputs(
+            arrays["lane_to_row"][: shape.lanes],
+            arrays["lane_query_len"][: shape.lanes],
+            shape.tokens,
+            tokens_RM=columns["tokens"],
+            num_computed_R=columns["num_computed"],
+            alive_R=columns["alive"],
+            blocks_RB=columns["blocks"],
+            block_size=self._table.block_size,
+            one_each=shape.decode,
+        )
+        batch = AttentionBatch(
+            query_start_L1=inputs.query_start_L1,
+            length_L=inputs.length_L,
+            position_T=inputs.position_T,
+            slot_T=inputs.slot_T,
+            row_L=inputs.row_L,
+            blocks_RB=columns["blocks"],
+            query_len_L=NO_BOUNDS,
+            length_bound_L=NO_BOUNDS,
+            num_decode_lanes=shape.lanes if shape.decode else 0,
+        )
+        hidden_TH = self._model.forward(inputs.token_T, inputs.position_T, self._attention.bind(batch))
+        if not shape.decode:
+            self._hidden_TH[: shape.tokens].copy_(hidden_TH)
+            hidden_TH = hidden_TH[(inputs.query_start_L1[1:] - 1).long()]
+        logits_LV = self._model.logits(hidden_TH)
+        sampling = SampleBatch(inputs.row_L, inputs.length_L, columns, {})
+        sampled = self._pipeline.sample_all(logits_LV, sampling, shape.stage)
+        scores = None
+        if shape.num_logprobs >= 0:
+            scores = token_logprobs(logits_LV, sampled.tokens_N, shape.num_logprobs)
+        commit_step(
+            inputs,
+            self._lane_L[: shape.lanes],
+            sampled.tokens_N,
+            sampled.ok_N,
+            tokens_RM=columns["tokens"],
+            length_R=columns["length"],
+            num_computed_R=columns["num_computed"],
+            max_len_R=columns["max_len"],
+            end_ids_RE=columns["end_ids"],
+            alive_R=columns["alive"],
+            record=self._ring,
+        )
+        return scores

@@ -1,0 +1,65 @@
+"""CUDA graphs of whole steps, one a shape, sharing one memory pool: the largest is captured first, and what
+it no longer needs serves the others. A shape without a graph runs eagerly, the same body.
+
+Where steps are captured they have run before: kernels are compiled, libraries have their handles.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+
+import torch
+
+from slipstream.runner.shapes import Shape
+from slipstream.runner.tick import Scores
+
+Body = Callable[[Shape], Scores | None]
+Captured = tuple[torch.cuda.CUDAGraph, Scores | None]
+
+
+class Graphs:
+    """body: launches a step's kernels on the current stream; what it returns stays where it is for as long
+    as the graph lives."""
+
+    def __init__(self, body: Body, device: torch.device) -> None:
+        self._body = body
+        self._device = device
+        self._pool = torch.cuda.graph_pool_handle()
+        self._graphs: dict[Shape, Captured] = {}
+
+    def __len__(self) -> int:
+        return len(self._graphs)
+
+    def run(self, shape: Shape) -> Scores | None:
+        """On the stream."""
+        found = self._graphs.get(shape)
+        if found is None:
+            return self._body(shape)
+        graph, scores = found
+        graph.replay()
+        return scores
+
+    def try_kinds(self, shapes: Iterable[Shape]) -> None:
+        """Run, on the stream, a shape of every kind: compiles what capture needs. Lanes must point nowhere.
+
+        Shapes alike in all but size run the same kernels, and their tiles change but a few times.
+        """
+        tried: set[tuple[bool, str, int, int]] = set()
+        for shape in shapes:
+            kind = (shape.decode, shape.stage, shape.num_logprobs, shape.tokens.bit_length())
+            if kind not in tried:
+                tried.add(kind)
+                self._body(shape)
+
+    def captured(self, shape: Shape) -> Captured:
+        """A graph of the step, made on the current stream."""
+        graph, stream = torch.cuda.CUDAGraph(), torch.cuda.current_stream(self._device)
+        with torch.cuda.graph(graph, pool=self._pool, stream=stream, capture_error_mode="thread_local"):
+            scores = self._body(shape)
+        return graph, scores
+
+    def capture(self, shapes: Iterable[Shape]) -> None:
+        """Graphs for these shapes, the largest first."""
+        self._pool = torch.cuda.graph_pool_handle()
+        for shape in shapes:
+            self._graphs[shape] = self.captured(shape)
