@@ -85,8 +85,12 @@ def ceil_div(count: int, size: int) -> int:
 
 
 @jit
-def pdl_begin(PDL: tl.constexpr) -> None:
-    """Wait for the predecessor's writes, then let the successor's prologue start."""
+def pdl_begin(PDL: tl.constexpr, EARLY: tl.constexpr = False) -> None:
+    """Wait for the predecessor's writes, and let the successor's prologue start: afterwards, or with EARLY
+    at once (several prologues are then in flight: for a few small programs)."""
     if PDL:
+        if EARLY:
+            tl.extra.cuda.gdc_launch_dependents()
         tl.extra.cuda.gdc_wait()
-        tl.extra.cuda.gdc_launch_dependents()
+        if not EARLY:
+            tl.extra.cuda.gdc_launch_dependents()

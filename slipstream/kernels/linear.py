@@ -1,0 +1,205 @@
+"""Matrix products y = x W^T + b with what stands around them in a decoder: RMSNorm before, gate or residual
+after. Made for few rows, where a product costs the time of reading its weights.
+
+With a norm, x is the float32 residual and goes in normalised: y = (x norm / rms(x)) W^T + b. All sums are in
+float32 and in a fixed order, so results repeat to the bit.
+
+Legend: M rows, N outputs (rows of the weight), K inputs, I = N / 2.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal
+
+import torch
+import torch.nn.functional as F
+
+from slipstream.kernels.backend import ceil_div, pdl_options, use_triton
+from slipstream.kernels.linear_kernels import slab_kernel, tile_kernel
+from slipstream.kernels.rms_norm import rms_norm, rms_norm_reference
+
+Tensor = torch.Tensor
+Op = Literal["plain", "gated", "add"]
+
+# x * norm weight of float16 models: rows of large activations must not overflow before they are scaled.
+FLOAT16_SHRINK = 2.0**-6
+
+
+@dataclass(frozen=True, slots=True)
+class Norm:
+    """RMSNorm of the residual. weight_K: float32, adjacent."""
+
+    weight_K: Tensor
+    eps: float
+
+
+@dataclass(frozen=True, slots=True)
+class LinearConfig:
+    """How a product is cut. A program makes `rows` x `columns` of y (gated: half of the columns are gate's)
+    from slabs of `depth` inputs; `splits` programs share the inputs of a tile.
+
+    kind: "slab" gives each warp a part of a slab; where weights are at most `stages` slabs deep, all are read
+    before the predecessor ends, else one slab ahead. "tile" is a plain product through shared memory with
+    `stages` slabs in flight. early: the successor's prologue starts at once, not when this kernel's inputs
+    are ready. folds: a norm is part of the product, not a kernel before it.
+    """
+
+    kind: Literal["slab", "tile"]
+    rows: int
+    columns: int
+    depth: int
+    splits: int = 1
+    warps: int = 4
+    stages: int = 4
+    early: bool = False
+    folds: bool = True
+
+
+class LinearScratch:
+    """Partial sums and counters of split products. Counters are zero between launches; one stream only."""
+
+    def __init__(self, sums: int, tiles: int, device: torch.device) -> None:
+        self.partial = torch.empty(sums, dtype=torch.float32, device=device)
+        self.counter = torch.zeros(tiles, dtype=torch.int32, device=device)
+
+    def holds(self, rows: int, outputs: int, config: LinearConfig) -> bool:
+        """Whether there is room for a product of this size."""
+        sums, tiles = scratch_size(rows, outputs, config)
+        return sums <= self.partial.shape[0] and tiles <= self.counter.shape[0]
+
+
+def scratch_size(rows: int, outputs: int, config: LinearConfig) -> tuple[int, int]:
+    """Partial sums and counters that a product needs."""
+    if config.splits == 1:
+        return 0, 0
+    tiles = ceil_div(rows, config.rows) * ceil_div(outputs, config.columns)
+    return config.splits * rows * outputs, tiles
+
+
+def linear(
+    x_MK: Tensor, weight_NK: Tensor, bias_N: Tensor | None, config: LinearConfig, norm: Norm | None = None
+) -> Tensor:
+    """Returns y [M, N] in the weight's type. x: the weight's type, or the float32 residual with a norm."""
+    x_MK, norm = _check(x_MK, weight_NK, bias_N, config, norm)
+    if not use_triton(x_MK):
+        return linear_reference(x_MK, weight_NK, bias_N, norm)
+    y_MN = weight_NK.new_empty(x_MK.shape[0], weight_NK.shape[0])
+    _launch(x_MK, weight_NK, bias_N, config, norm, y_MN, "plain", None)
+    return y_MN
+
+
+def linear_reference(
+    x_MK: Tensor, weight_NK: Tensor, bias_N: Tensor | None, norm: Norm | None = None
+) -> Tensor:
+    """The same in torch operations."""
+    return F.linear(_normed(x_MK, weight_NK, norm), weight_NK, bias_N)
+
+
+def gated_linear(
+    x_MK: Tensor, weight_NK: Tensor, bias_N: Tensor | None, config: LinearConfig, norm: Norm | None = None
+) -> Tensor:
+    """Returns silu(gate) * up [M, I] in the weight's type; the weight's rows are gate's, then up's."""
+    x_MK, norm = _check(x_MK, weight_NK, bias_N, config, norm)
+    if weight_NK.shape[0] % 2:
+        raise ValueError("gate and up must have as many rows each")
+    if not use_triton(x_MK):
+        return gated_linear_reference(x_MK, weight_NK, bias_N, norm)
+    y_MI = weight_NK.new_empty(x_MK.shape[0], weight_NK.shape[0] // 2)
+    _launch(x_MK, weight_NK, bias_N, config, norm, y_MI, "gated", None)
+    return y_MI
+
+
+def gated_linear_reference(
+    x_MK: Tensor, weight_NK: Tensor, bias_N: Tensor | None, norm: Norm | None = None
+) -> Tensor:
+    """The same in torch operations."""
+    gate_MI, up_MI = linear_reference(x_MK, weight_NK, bias_N, norm).chunk(2, -1)
+    return F.silu(gate_MI).mul_(up_MI)
+
+
+def add_linear(
+    x_MK: Tensor,
+    weight_NK: Tensor,
+    bias_N: Tensor | None,
+    residual_MN: Tensor,
+    config: LinearConfig,
+    scratch: LinearScratch,
+) -> None:
+    """Adds y to the float32 residual in place. x: the weight's type."""
+    _check(x_MK, weight_NK, bias_N, config, None)
+    shape = (x_MK.shape[0], weight_NK.shape[0])
+    if residual_MN.shape != shape or residual_MN.dtype != torch.float32 or residual_MN.stride(1) != 1:
+        raise ValueError("the residual must be float32 [M, N], with rows of adjacent elements")
+    if not use_triton(x_MK):
+        add_linear_reference(x_MK, weight_NK, bias_N, residual_MN)
+        return
+    if not scratch.holds(*shape, config):
+        raise ValueError(f"scratch is too small for {shape[0]} x {shape[1]} sums in {config.splits} splits")
+    _launch(x_MK, weight_NK, bias_N, config, None, residual_MN, "add", scratch)
+
+
+def add_linear_reference(
+    x_MK: Tensor, weight_NK: Tensor, bias_N: Tensor | None, residual_MN: Tensor
+) -> None:
+    """The same in torch operations."""
+    residual_MN.add_(F.linear(x_MK, weight_NK, bias_N))
+
+
+def _normed(x_MK: Tensor, weight_NK: Tensor, norm: Norm | None) -> Tensor:
+    return x_MK if norm is None else rms_norm_reference(x_MK, norm.weight_K, norm.eps, weight_NK.dtype)
+
+
+def _check(
+    x_MK: Tensor, weight_NK: Tensor, bias_N: Tensor | None, config: LinearConfig, norm: Norm | None
+) -> tuple[Tensor, Norm | None]:
+    """x and norm as the kernel takes them: normalised already where the norm is a kernel of its own."""
+    if weight_NK.dim() != 2 or not weight_NK.is_contiguous():
+        raise ValueError("the weight must be [N, K], contiguous")
+    if x_MK.dim() != 2 or x_MK.shape[1] != weight_NK.shape[1] or x_MK.stride(1) != 1:
+        raise ValueError("x must be [M, K], with rows of adjacent elements")
+    if x_MK.dtype != (weight_NK.dtype if norm is None else torch.float32):
+        raise ValueError("x must be of the weight's type, or the float32 residual where there is a norm")
+    if bias_N is not None and (bias_N.shape != weight_NK.shape[:1] or bias_N.stride(0) != 1):
+        raise ValueError("the bias must be [N], adjacent")
+    if norm is None:
+        return x_MK, None
+    weight_K = norm.weight_K
+    if weight_K.shape != x_MK.shape[1:] or weight_K.dtype != torch.float32 or weight_K.stride(0) != 1:
+        raise ValueError("the norm's weight must be float32 [K], adjacent")
+    if config.folds:
+        return x_MK, norm
+    return rms_norm(x_MK, weight_K, norm.eps, weight_NK.dtype), None
+
+
+def _launch(
+    x_MK: Tensor,
+    weight_NK: Tensor,
+    bias_N: Tensor | None,
+    config: LinearConfig,
+    norm: Norm | None,
+    out: Tensor,
+    op: Op,
+    scratch: LinearScratch | None,
+) -> None:
+    (rows, inputs), outputs = x_MK.shape, weight_NK.shape[0]
+    if rows == 0:
+        return
+    if config.splits > 1 and scratch is None:
+        raise ValueError("only products that go into the residual may be split")
+    slabs = ceil_div(ceil_div(inputs, config.depth), config.splits)
+    tile_outputs = config.columns // 2 if op == "gated" else config.columns
+    each = outputs // 2 if op == "gated" else outputs
+    even = inputs == slabs * config.depth * config.splits and each % tile_outputs == 0
+    partial, counter = (out, out) if scratch is None else (scratch.partial, scratch.counter)
+    is_slab = config.kind == "slab"
+    extra = {"CHUNKS": config.warps, "AHEAD": config.stages} if is_slab else {"num_stages": config.stages}
+    kernel = slab_kernel if is_slab else tile_kernel
+    kernel[(ceil_div(rows, config.rows), ceil_div(each, tile_outputs), config.splits)](
+        x_MK, weight_NK, weight_NK if bias_N is None else bias_N, x_MK if norm is None else norm.weight_K,
+        out, partial, counter, rows, 0.0 if norm is None else norm.eps, x_MK.stride(0), out.stride(0),
+        OUTPUTS=outputs, INPUTS=inputs, ROWS=config.rows, COLUMNS=config.columns, DEPTH=config.depth,
+        SLABS=slabs, SPLITS=config.splits, OP=op, NORMED=norm is not None,
+        SHRINK=FLOAT16_SHRINK if weight_NK.dtype == torch.float16 else 1.0, BIASED=bias_N is not None,
+        EVEN=even, EARLY=config.early, **extra, **pdl_options(out), num_warps=config.warps,
+    )
