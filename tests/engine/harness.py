@@ -1,7 +1,11 @@
-"""Drives an EngineCore without text: requests by arrays, outputs collected by key."""
+"""Drives an EngineCore without text: requests by arrays, outputs collected by key.
+
+SLIPSTREAM_TEST_DEVICE=cuda runs the tests that use it on a GPU, with graphs.
+"""
 
 from __future__ import annotations
 
+import os
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
@@ -13,6 +17,8 @@ from slipstream.contracts.sampling_params import SamplingParams
 from slipstream.contracts.step import Finish
 from slipstream.engine.core import EngineCore
 from slipstream.engine.plan import make_plan
+
+DEVICE = os.environ.get("SLIPSTREAM_TEST_DEVICE", "cpu")
 
 
 @dataclass
@@ -31,7 +37,7 @@ class Collected:
 
 def make_core(model, **args) -> EngineCore:
     defaults = {"dtype": "float32", "max_num_seqs": 64, "max_model_len": 256, "num_gpu_blocks_override": 2000}
-    return EngineCore(make_plan(EngineArgs(model=str(model), device="cpu", **{**defaults, **args})))
+    return EngineCore(make_plan(EngineArgs(model=str(model), device=DEVICE, **{**defaults, **args})))
 
 
 def make_request(

@@ -1,0 +1,124 @@
+"""Where a steady decode step on a CUDA device goes: kernel time by class, idle time between steps, host time.
+
+    python benchmarks/profile_gpu.py MODEL [--lanes 1 64 256] [--context 384] [--steps 60] [--json FILE]
+
+MODEL: a folder with config.json; weights are random. Times of kernels come from the profiler's trace (CUPTI),
+step times from a run without it. Idle: from the last kernel of a step to the first of the next.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import re
+import statistics
+import time
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+
+from slipstream import LLM, SamplingParams
+
+# Kernel name -> class; the first pattern that is found counts.
+CLASSES = (
+    ("attention", r"decode|varlen|list_|work_kernel|attend"),
+    ("q, k, v", r"_write_kernel"),
+    ("norm", r"norm_kernel"),
+    ("gate", r"silu"),
+    ("inputs, commit", r"_inputs_kernel|_commit_kernel|_scatter"),
+    ("sampling", r"_pieces_kernel|_merge_kernel|sample|scan|draw|greedy|logprob|penal|mask|edit|search"),
+    ("products", r"gemm|gemv|cutlass|nvjet|linear|splitK|cublas|_few|_tile"),
+)
+
+
+def class_of(name: str) -> str:
+    return next((label for label, pattern in CLASSES if re.search(pattern, name, re.IGNORECASE)), "other")
+
+
+def start(llm: LLM, lanes: int, context: int, steps: int) -> Any:
+    """A core in whose every step `lanes` rows decode, at `context` tokens in the middle of the run."""
+    rng = np.random.default_rng(0)
+    vocab = llm._client.info.limits.vocab_size
+    prompts = [{"prompt_token_ids": rng.integers(100, vocab - 300, context - steps).tolist()} for _ in range(lanes)]
+    params = SamplingParams(max_tokens=4 * steps, ignore_eos=True, detokenize=False, temperature=0.0)
+    prepared = [llm._inputs.prepare(prompt, params, 0) for prompt in prompts]
+    states = [llm._outputs.open(str(i), one) for i, one in enumerate(prepared)]
+    llm._client.add([request for state in states for request in state.engine_requests()])
+    core = llm._client.core
+    while core.scheduler.num_waiting or core.scheduler._prefills:
+        core.step()
+    for _ in range(8):
+        core.step()
+    return core, states
+
+
+def measure(llm: LLM, lanes: int, context: int, steps: int) -> dict[str, Any]:
+    core, states = start(llm, lanes, context, steps)
+    begin, host = time.perf_counter(), []
+    for _ in range(steps):
+        host.append(core.step().stats.host_us)
+    wall = (time.perf_counter() - begin) / steps
+    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as profile:
+        for _ in range(steps):
+            core.step()
+        torch.cuda.synchronize()
+    llm._client.abort(llm._outputs.close(states))
+    while core.has_work:
+        core.step()
+    kernels = sorted(
+        (event.time_range.start, event.time_range.end, event.name)
+        for event in profile.events()
+        if event.device_type == torch.autograd.DeviceType.CUDA and event.time_range.end > event.time_range.start
+    )
+    ends = [i for i, (_, _, name) in enumerate(kernels) if "_commit_kernel" in name]
+    idle = [kernels[i + 1][0] - kernels[i][1] for i in ends[:-1] if i + 1 < len(kernels)]
+    spans = [kernels[b][1] - kernels[a][1] for a, b in zip(ends, ends[1:], strict=False)]
+    inner = kernels[ends[0] + 1 : ends[-1] + 1]
+    per_class: dict[str, float] = {}
+    names: dict[str, list[float]] = {}
+    for begin_us, end_us, name in inner:
+        share = (end_us - begin_us) / (len(ends) - 1)
+        per_class[class_of(name)] = per_class.get(class_of(name), 0.0) + share
+        names.setdefault(name[:70], []).append(end_us - begin_us)
+    return {
+        "lanes": lanes,
+        "context": context,
+        "wall_ms": round(1e3 * wall, 4),
+        "host_us": {"median": round(statistics.median(host), 1), "p99": round(float(np.percentile(host, 99)), 1)},
+        "step_us_in_trace": round(statistics.median(spans), 1),
+        "idle_us": {"median": round(statistics.median(idle), 2), "p99": round(float(np.percentile(idle, 99)), 2)},
+        "class_us": {k: round(v, 1) for k, v in sorted(per_class.items(), key=lambda item: -item[1])},
+        "kernels": {
+            k: [len(v) // (len(ends) - 1), round(statistics.median(v), 2)]
+            for k, v in sorted(names.items(), key=lambda item: -sum(item[1]))[:24]
+        },
+    }
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("model")
+    parser.add_argument("--lanes", type=int, nargs="+", default=[1, 64, 256])
+    parser.add_argument("--context", type=int, default=384)
+    parser.add_argument("--steps", type=int, default=60)
+    parser.add_argument("--llm", default="{}", help="more LLM arguments as JSON")
+    parser.add_argument("--json", type=Path, default=None)
+    args = parser.parse_args()
+    begin = time.perf_counter()
+    llm = LLM(
+        model=args.model, load_format="dummy", skip_tokenizer_init=True, dtype="bfloat16", max_model_len=16384,
+        max_num_seqs=256, gpu_memory_utilization=0.8, enable_prefix_caching=False, **json.loads(args.llm),
+    )
+    print(f"init {time.perf_counter() - begin:.1f} s", flush=True)
+    runs = []
+    for lanes in args.lanes:
+        runs.append(measure(llm, lanes, args.context, args.steps))
+        print(json.dumps(runs[-1]), flush=True)
+    if args.json is not None:
+        args.json.write_text(json.dumps({"benchmark": "profile", "model": args.model, "runs": runs}, indent=1))
+
+
+if __name__ == "__main__":
+    main()
