@@ -15,16 +15,12 @@ from typing import Literal
 import torch
 import torch.nn.functional as F
 
-from slipstream.kernels.backend import ceil_div, pdl_options, use_triton
+from slipstream.kernels.backend import ceil_div, next_power_of_2, pdl_options, use_triton
 from slipstream.kernels.linear_kernels import slab_kernel, tile_kernel
 from slipstream.kernels.rms_norm import rms_norm, rms_norm_reference
 
 Tensor = torch.Tensor
 Op = Literal["plain", "gated", "add"]
-
-# x * norm weight of float16 models: rows of large activations must not overflow before they are scaled.
-FLOAT16_SHRINK = 2.0**-6
-
 
 @dataclass(frozen=True, slots=True)
 class Norm:
@@ -54,6 +50,50 @@ class LinearConfig:
     stages: int = 4
     early: bool = False
     folds: bool = True
+
+
+# A slab's depth, and the deepest weights of which a program keeps all in flight.
+DEPTH, DEEPEST = 1024, 4096
+# One tile for any count of rows, so that a row's sums never depend on the batch.
+INVARIANT = LinearConfig("tile", rows=64, columns=64, depth=128, stages=3, folds=False)
+INVARIANT_FLOAT32 = LinearConfig("tile", rows=32, columns=32, depth=32, stages=2, folds=False)
+# x * norm weight of float16 models: rows of large activations must not overflow before they are scaled.
+FLOAT16_SHRINK = 2.0**-6
+
+
+def choose_linear_config(
+    op: Op, rows: int, outputs: int, inputs: int, dtype: torch.dtype, invariant: bool = False
+) -> LinearConfig | None:
+    """How to multiply up to `rows` rows by a weight [outputs, inputs]; None where cuBLAS with kernels of its
+    own for norm, gate and addition measures better. invariant: the same choice for any rows, hence results
+    that are the same to the bit alone and in any batch."""
+    if invariant:
+        return INVARIANT_FLOAT32 if dtype == torch.float32 else INVARIANT
+    if dtype == torch.float32 or rows > 256:
+        return None
+    if rows > 64 and op != "add" and outputs < 1 << 16:
+        return None
+    return _few_rows(op, rows, outputs, inputs) if rows <= 16 else _more_rows(op, rows, outputs, inputs)
+
+
+def _few_rows(op: Op, rows: int, outputs: int, inputs: int) -> LinearConfig:
+    """About as many programs as an H200 has multiprocessors, or a few times that, each with all its weights
+    in flight at once."""
+    rows, early = next_power_of_2(rows), rows == 1
+    if inputs > DEEPEST:
+        return LinearConfig("slab", rows, columns=16, depth=DEPTH, stages=1)
+    slabs = ceil_div(inputs, DEPTH)
+    if outputs <= 2048:
+        return LinearConfig("slab", rows, columns=8, depth=DEPTH, warps=8, stages=slabs, early=early)
+    return LinearConfig("slab", rows, columns=16, depth=DEPTH, warps=4, stages=min(slabs, 2), early=early)
+
+
+def _more_rows(op: Op, rows: int, outputs: int, inputs: int) -> LinearConfig:
+    tile = 32 if rows <= 32 else 64
+    if outputs >= 1 << 14:
+        return LinearConfig("tile", rows=tile, columns=128, depth=64, stages=4, folds=rows <= 64)
+    splits = min(4, ceil_div(inputs, 512)) if op == "add" and outputs <= 2048 else 1
+    return LinearConfig("tile", rows=tile, columns=64, depth=128, splits=splits, stages=3, folds=rows <= 32)
 
 
 class LinearScratch:
@@ -128,14 +168,15 @@ def add_linear(
 ) -> None:
     """Adds y to the float32 residual in place. x: the weight's type."""
     _check(x_MK, weight_NK, bias_N, config, None)
-    shape = (x_MK.shape[0], weight_NK.shape[0])
-    if residual_MN.shape != shape or residual_MN.dtype != torch.float32 or residual_MN.stride(1) != 1:
+    rows, outputs = x_MK.shape[0], weight_NK.shape[0]
+    is_float32 = residual_MN.dtype == torch.float32
+    if residual_MN.shape != (rows, outputs) or not is_float32 or residual_MN.stride(1) != 1:
         raise ValueError("the residual must be float32 [M, N], with rows of adjacent elements")
     if not use_triton(x_MK):
         add_linear_reference(x_MK, weight_NK, bias_N, residual_MN)
         return
-    if not scratch.holds(*shape, config):
-        raise ValueError(f"scratch is too small for {shape[0]} x {shape[1]} sums in {config.splits} splits")
+    if not scratch.holds(rows, outputs, config):
+        raise ValueError(f"scratch is too small for {rows} x {outputs} sums in {config.splits} splits")
     _launch(x_MK, weight_NK, bias_N, config, None, residual_MN, "add", scratch)
 
 

@@ -40,8 +40,8 @@ def slab_kernel(
     if SLABS <= AHEAD:
         weights, scales = (), ()
         for slab in tl.static_range(SLABS):
-            weights += (load_weights(at, source, k + slab * DEPTH, INPUTS, EVEN),)
-            scales += (load_scale(norm, k + slab * DEPTH, INPUTS, NORMED, EVEN),)
+            weights = append(weights, load_weights(at, source, k + slab * DEPTH, INPUTS, EVEN))
+            scales = append(scales, load_scale(norm, k + slab * DEPTH, INPUTS, NORMED))
         pdl_begin(PDL, EARLY)
         value = load_x(x_at, row, k, count, INPUTS, EVEN)
         before = load_residual(
@@ -55,7 +55,7 @@ def slab_kernel(
             value = following
     else:
         slab_weights = load_weights(at, source, k, INPUTS, EVEN)
-        scale = load_scale(norm, k, INPUTS, NORMED, EVEN)
+        scale = load_scale(norm, k, INPUTS, NORMED)
         pdl_begin(PDL, EARLY)
         value = load_x(x_at, row, k, count, INPUTS, EVEN)
         before = load_residual(
@@ -64,7 +64,7 @@ def slab_kernel(
         for _ in range(SLABS - 1):
             k += DEPTH
             next_weights = load_weights(at, source, k, INPUTS, EVEN)
-            next_scale = load_scale(norm, k, INPUTS, NORMED, EVEN)
+            next_scale = load_scale(norm, k, INPUTS, NORMED)
             following = load_x(x_at, row, k, count, INPUTS, EVEN)
             acc, squares = _slab_step(slab_weights, scale, value, acc, squares, NORMED, SHRINK)
             slab_weights, scale, value = next_weights, next_scale, following
@@ -112,7 +112,7 @@ def tile_kernel(
         value = load_x(x_at, row, k, count, INPUTS, EVEN)
         if NORMED:
             squares += tl.sum(value * value, 1)
-            value = value * (load_scale(norm, k, INPUTS, NORMED, EVEN) * SHRINK)
+            value = value * (load_scale(norm, k, INPUTS, NORMED) * SHRINK)
         acc = tl.dot(weights, tl.trans(value.to(weights.dtype)), acc, input_precision="ieee")
         k += DEPTH
     before = load_residual(
@@ -140,19 +140,21 @@ def weight_rows(
 
 
 @jit
+def append(items: Arg, item: Arg) -> Any:
+    """A tuple with one item more."""
+    return items + (item,)  # noqa: RUF005 (Triton has no unpacking)
+
+
+@jit
 def load_weights(at: Arg, source: Arg, k: Arg, INPUTS: tl.constexpr, EVEN: tl.constexpr) -> Any:
     """at: where the rows of the weight start."""
     return tl.load(at + k) if EVEN else tl.load(at + k, mask=(source >= 0) & (k < INPUTS), other=0.0)
 
 
 @jit
-def load_scale(norm: Arg, k: Arg, INPUTS: tl.constexpr, NORMED: tl.constexpr, EVEN: tl.constexpr) -> Any:
+def load_scale(norm: Arg, k: Arg, INPUTS: tl.constexpr, NORMED: tl.constexpr) -> Any:
     """The norm's weight, or nothing of use."""
-    if NORMED:
-        scale = tl.load(norm + k) if EVEN else tl.load(norm + k, mask=k < INPUTS, other=0.0)
-    else:
-        scale = k
-    return scale
+    return tl.load(norm + k, mask=k < INPUTS, other=0.0) if NORMED else k
 
 
 @jit
