@@ -15,13 +15,9 @@ import torch
 
 from slipstream.attention.protocol import AttentionBatch, HeadPrep, LayerAttention
 from slipstream.kernels.backend import ceil_div
-from slipstream.kernels.decode_attention import (
-    DecodeConfig,
-    DecodeScratch,
-    choose_decode,
-    decode_attention,
-    decode_from_qkv,
-)
+from slipstream.kernels.decode_attention import decode_attention, decode_from_qkv
+from slipstream.kernels.decode_config import DecodeConfig, DecodeScratch, choose_decode
+from slipstream.kernels.decode_work import DecodeWork, list_decode_work
 from slipstream.kernels.paged import PagedLanes, PagedPool, store_kv
 from slipstream.kernels.qkv_write import write_qkv
 from slipstream.kernels.varlen_attention import QueryTiles, choose_varlen, list_tiles, varlen_attention
@@ -68,11 +64,12 @@ class PagedTritonAttention:
 
     def _make_scratch(self, layer: LayerAttention, max_lanes: int) -> DecodeScratch:
         """Room for any count of lanes: fewer lanes are split more often."""
-        places = max(
-            lanes * choose_decode(lanes, layer.num_kv_heads, layer.head_dim, self.dtype).splits
+        kv_heads = layer.num_kv_heads
+        pieces = max(
+            choose_decode(lanes, kv_heads, layer.head_dim, self.dtype).pieces(lanes, kv_heads, self.device)
             for lanes in range(1, max_lanes + 1)
         )
-        return DecodeScratch(max_lanes, layer, ceil_div(places, max_lanes), self.device)
+        return DecodeScratch(max_lanes, layer, ceil_div(pieces, max_lanes), self.device)
 
     def bytes_per_block(self) -> int:
         """Bytes of K and V of one block over all layers."""
@@ -94,7 +91,7 @@ class PagedTritonAttention:
 
 
 class PagedTritonStep:
-    """Attend for one step. Tiles of queries are listed once for all layers that cut them alike."""
+    """Attend for one step. Work is listed once for all layers that cut it alike."""
 
     def __init__(self, backend: PagedTritonAttention, batch: AttentionBatch) -> None:
         self._backend = backend
@@ -104,6 +101,7 @@ class PagedTritonStep:
         start_L1 = None if self._decode_only else batch.query_start_L1
         self._lanes = PagedLanes(batch.row_L, batch.length_L, batch.blocks_RB, start_L1)
         self._tiles: dict[int, QueryTiles] = {}
+        self._work: dict[tuple[DecodeConfig, int, int | None, bool], DecodeWork] = {}
 
     def __call__(self, layer: int, q_THD: Tensor, k_TGD: Tensor, v_TGD: Tensor) -> Tensor:
         store_kv(k_TGD, v_TGD, self._slot_T, self._backend.pools[layer])
@@ -114,8 +112,9 @@ class PagedTritonStep:
         backend, shape, pool = self._backend, self._backend.layers[layer], self._backend.pools[layer]
         if self._decode_only:
             config = self._decode_config(shape)
+            work = self._list_work(config, shape, True)
             return decode_from_qkv(
-                qkv_TXD, self._slot_T, prep, self._lanes, pool, shape, config, backend.scratch[layer]
+                qkv_TXD, self._slot_T, prep, self._lanes, pool, shape, config, backend.scratch[layer], work
             )
         q_THD = write_qkv(qkv_TXD, self._position_T, self._slot_T, shape.num_kv_heads, prep, pool)
         return self._attend(layer, q_THD)
@@ -125,7 +124,8 @@ class PagedTritonStep:
         out_THD = torch.empty(q_THD.shape, dtype=q_THD.dtype, device=q_THD.device)
         if not backend.batch_invariant:
             config, scratch = self._decode_config(shape), backend.scratch[layer]
-            decode_attention(q_THD, self._lanes, pool, shape, config, scratch, out_THD)
+            work = self._list_work(config, shape, False)
+            decode_attention(q_THD, self._lanes, pool, shape, config, scratch, out_THD, work)
         if not self._decode_only:
             varlen = backend.varlen[layer]
             tiles = self._list_tiles(varlen.queries(shape), len(q_THD))
@@ -135,6 +135,14 @@ class PagedTritonStep:
     def _decode_config(self, shape: LayerAttention) -> DecodeConfig:
         lanes = self._lanes.row_L.shape[0]
         return choose_decode(lanes, shape.num_kv_heads, shape.head_dim, self._backend.dtype)
+
+    def _list_work(self, config: DecodeConfig, shape: LayerAttention, from_qkv: bool) -> DecodeWork | None:
+        if not config.per_sm:
+            return None
+        key = (config, shape.num_kv_heads, shape.window, from_qkv)
+        if key not in self._work:
+            self._work[key] = list_decode_work(self._lanes, shape, config, from_qkv)
+        return self._work[key]
 
     def _list_tiles(self, queries: int, num_tokens: int) -> QueryTiles:
         start_L1 = self._lanes.query_start_L1

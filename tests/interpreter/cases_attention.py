@@ -5,14 +5,16 @@ import torch
 from kernel_cases import attention_case, with_float8_pool
 
 from slipstream.kernels.attention_common import LayerAttention
+from slipstream.kernels.backend import ceil_div
 from slipstream.kernels.decode_attention import (
-    DecodeConfig,
-    DecodeScratch,
     decode_attention,
     decode_attention_reference,
     decode_from_qkv,
     decode_from_qkv_reference,
 )
+from slipstream.kernels.decode_config import DecodeConfig, DecodeScratch
+from slipstream.kernels.decode_work import list_decode_work, list_decode_work_reference
+from slipstream.kernels.paged import PagedLanes
 from slipstream.kernels.qkv_write import write_qkv, write_qkv_reference
 from slipstream.kernels.varlen_attention import (
     VarlenConfig,
@@ -31,11 +33,18 @@ SHAPES = [
 ]
 DECODES = [(0, 1), (1, 1), (15, 1), (16, 1), (70, 1), (37, 1)]
 MIXED = [(40, 1), (0, 1), (0, 19), (33, 5), (3, 2), (5, 1)]
-CONFIGS = [DecodeConfig(1, 32, 1, 2), DecodeConfig(4, 16, 1, 2), DecodeConfig(8, 16, 1, 2, min_tiles=2)]
+CONFIGS = [
+    DecodeConfig(1, 32, 1, 2),
+    DecodeConfig(4, 16, 1, 2),
+    DecodeConfig(8, 16, 1, 2, min_tiles=2),
+    DecodeConfig(2, 16, 1, 2, per_sm=24),  # about a tile a share
+    DecodeConfig(4, 16, 1, 2, min_tiles=2, per_sm=9),
+]
 
 
-def poisoned_scratch(lanes, shape, splits):
-    scratch = DecodeScratch(lanes, shape, splits, CPU)
+def poisoned_scratch(lanes, shape, config):
+    pieces = config.pieces(lanes, shape.num_kv_heads, CPU)
+    scratch = DecodeScratch(lanes, shape, ceil_div(pieces, lanes), CPU)
     scratch.acc.fill_(float("nan"))
     scratch.lse.fill_(float("nan"))
     return scratch
@@ -49,7 +58,7 @@ def close(got, expected, atol=2e-5):
 @pytest.mark.parametrize("config", CONFIGS, ids=str)
 def test_decode_from_qkv_attends_and_stores_the_new_key(shape, config):
     case = attention_case(shape, DECODES, seed=shape.head_dim, normed=shape.head_dim != 64)
-    scratch = poisoned_scratch(len(DECODES), shape, config.splits)
+    scratch = poisoned_scratch(len(DECODES), shape, config)
     expected = case.expected()
     got = decode_from_qkv(case.qkv_TXD, case.slot_T, case.prep, case.lanes, case.pool, shape, config, scratch)
     close(got, expected)
@@ -67,13 +76,13 @@ def test_a_dead_lane_on_the_null_block_sees_itself_alone():
     case.lanes.blocks_RB[case.lanes.row_L[1]] = 0
     got = decode_from_qkv(
         case.qkv_TXD, case.slot_T, case.prep, case.lanes, case.pool, shape, CONFIGS[1],
-        poisoned_scratch(2, shape, 4),
+        poisoned_scratch(2, shape, CONFIGS[1]),
     )
     close(got, case.expected())
 
 
 @pytest.mark.parametrize("shape", SHAPES, ids=str)
-@pytest.mark.parametrize("config", CONFIGS[:2], ids=str)
+@pytest.mark.parametrize("config", [CONFIGS[0], CONFIGS[1], CONFIGS[3]], ids=str)
 def test_decode_leaves_lanes_with_more_tokens_alone(shape, config):
     case = attention_case(shape, MIXED, seed=1, mixed=True).with_step_stored()
     q = case.q_prepared.float().transpose(0, 1).contiguous().transpose(0, 1)
@@ -81,12 +90,49 @@ def test_decode_leaves_lanes_with_more_tokens_alone(shape, config):
     for run in ("kernel", "reference"):
         out = torch.full(q.shape, float("nan"))
         if run == "kernel":
-            scratch = poisoned_scratch(len(MIXED), shape, config.splits)
+            scratch = poisoned_scratch(len(MIXED), shape, config)
             decode_attention(q, case.lanes, case.pool, shape, config, scratch, out)
         else:
             decode_attention_reference(q, case.lanes, case.pool, shape, out)
         close(out[single], case.expected()[single])
         assert out[~single].isnan().all()
+
+
+def random_lanes(seed, mixed):
+    generator = torch.Generator().manual_seed(seed)
+    lanes = 1 + seed * 5
+    count_L = torch.randint(0, 3, (lanes,), generator=generator) if mixed else torch.ones(lanes).long()
+    length_L = torch.randint(1, 400, (lanes,), generator=generator).clamp(min=2).int()
+    length_L[::3] = 1 + seed
+    start = torch.cat((torch.zeros(1, dtype=torch.int64), count_L.cumsum(0))).int()
+    row_L = torch.randperm(lanes + 2, generator=generator)[:lanes]
+    return PagedLanes(row_L, length_L, torch.zeros(lanes + 2, 1).int(), start if mixed else None), count_L
+
+
+@pytest.mark.parametrize("seed", range(5))
+@pytest.mark.parametrize("mixed", [True, False])
+@pytest.mark.parametrize("window", [None, 70])
+@pytest.mark.parametrize("min_tiles", [1, 3])
+def test_shares_have_every_tile_once_and_near_equal_counts(seed, mixed, window, min_tiles):
+    shape, config = LayerAttention(4, 2, 64, 0.1, window), DecodeConfig(4, 16, 1, 2, min_tiles, per_sm=23)
+    lanes, count_L = random_lanes(seed, mixed)
+    work = list_decode_work(lanes, shape, config, from_qkv=not mixed)
+    plain = list_decode_work_reference(lanes, shape, config, not mixed, 11)
+    assert torch.equal(work.start_Q1, plain.start_Q1)
+    item_IF = work.item_IF[: work.start_Q1[-1]]
+    assert torch.equal(item_IF, plain.item_IF[: work.start_Q1[-1]])
+    tiles = []
+    for lane, length in enumerate(lanes.length_L.tolist()):
+        first, keys = max(length - (window or length), 0), length if mixed else length - 1
+        seen = sorted({key // 16 for key in range(first, keys)}) if count_L[lane] == 1 else []
+        tiles += [(lane, tile) for tile in seen]
+    assert [(i[0], tile) for i in item_IF.tolist() for tile in range(i[4], i[5])] == tiles
+    assert {i[0] for i in item_IF.tolist()} == {lane for lane, n in enumerate(count_L) if n == 1}
+    shares = item_IF.split(work.start_Q1.diff().tolist())
+    loads = [sum(max(i[5] - i[4], 1) for i in share.tolist()) for share in shares]
+    busy = [load for load in loads if load]
+    assert len(busy) == min(11, max(1, sum(loads) // min_tiles)) or not tiles
+    assert not busy or max(busy) - min(busy) <= 1
 
 
 @pytest.mark.parametrize("shape", SHAPES, ids=str)
@@ -146,7 +192,7 @@ def test_a_float8_pool_is_scaled_both_ways():
     case = with_float8_pool(attention_case(shape, DECODES, seed=7), 0.03, 0.02)
     got = decode_from_qkv(
         case.qkv_TXD, case.slot_T, case.prep, case.lanes, case.pool, shape, config,
-        poisoned_scratch(len(DECODES), shape, config.splits),
+        poisoned_scratch(len(DECODES), shape, config),
     )
     for pool, scale, everything in ((case.pool.keys, 0.03, case.k_all), (case.pool.values, 0.02, case.v_all)):
         everything[case.lane_T, case.position_T] = case.stored(pool).double() * scale

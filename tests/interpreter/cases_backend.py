@@ -6,8 +6,10 @@ import pytest
 import torch
 from kernel_cases import attention_case
 
+from slipstream.attention import paged_triton
 from slipstream.attention.paged_triton import PagedTritonAttention
 from slipstream.attention.protocol import AttentionBatch, LayerAttention
+from slipstream.kernels.decode_config import DecodeConfig
 from slipstream.kernels.paged import PagedLanes, PagedPool
 
 SHAPE = LayerAttention(6, 2, 64, 0.125)
@@ -48,6 +50,15 @@ def test_a_step_equals_dense_attention(kind, fused, batch_invariant):
     case = attention_case(SHAPE, STEPS[kind], mixed=True)
     decodes = {"decode": 4, "mixed": 2, "prefill": 0}[kind]
     out = run(case, decodes, fused, batch_invariant=batch_invariant)
+    torch.testing.assert_close(out.double(), case.expected(), atol=2e-5, rtol=1e-5)
+
+
+@pytest.mark.parametrize("kind", ["decode", "mixed"])
+@pytest.mark.parametrize("fused", [True, False])
+def test_a_step_of_shared_work_equals_dense_attention(kind, fused, monkeypatch):
+    monkeypatch.setattr(paged_triton, "choose_decode", lambda *_: DecodeConfig(2, 16, 1, 2, per_sm=10))
+    case = attention_case(SHAPE, STEPS[kind], mixed=True)
+    out = run(case, {"decode": 4, "mixed": 2}[kind], fused)
     torch.testing.assert_close(out.double(), case.expected(), atol=2e-5, rtol=1e-5)
 
 
