@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import math
+from contextlib import AbstractContextManager
 from pathlib import Path
 
 import torch
@@ -12,6 +14,7 @@ from slipstream.layers.linear import choose_linear
 from slipstream.loading.gguf_file import is_gguf, open_gguf
 from slipstream.loading.gguf_spec import read_gguf_spec
 from slipstream.loading.hf_config import read_hf_spec
+from slipstream.loading.read_ahead import Read, ReadAhead
 from slipstream.loading.sources import DummySource, GGUFSource, SafetensorsSource, Shapes, WeightSource
 from slipstream.models.base import Model
 from slipstream.models.maths import Maths
@@ -22,6 +25,9 @@ from slipstream.models.registry import MODELS
 Tensor = torch.Tensor
 
 LOAD_FORMATS = ("auto", "safetensors", "gguf", "dummy")
+# Weights on the device that the model has not asked for yet, and who reads them.
+READ_AHEAD_BYTES = 4 << 30
+READING_THREADS = 8
 _SHOWN_NAMES = 8
 # Buffers that old checkpoints carry and every engine computes.
 _COMPUTED = ("rotary_emb.inv_freq",)
@@ -49,12 +55,15 @@ def load_model(
     load_format: str = "auto",
     seed: int = 0,
     fused: bool = False,
+    batch_invariant: bool = False,
 ) -> Model:
     """The model with its weights in dtype on device. spec.max_model_len sizes the rotary table: lower it to
     save memory.
 
     load_format: auto (what path holds), safetensors, gguf, or dummy (random weights from seed; path may lack
-    weights). fused: on Triton kernels, whose attention prepares q and k itself. Raises ValueError that names weights which are missing, unexpected or of another shape.
+    weights). fused: on Triton kernels, whose attention prepares q and k itself; batch_invariant: of
+    those, one choice of tiles for any batch. Raises ValueError that names
+    weights which are missing, unexpected or of another shape.
     """
     if load_format not in LOAD_FORMATS:
         raise ValueError(f"load_format={load_format!r}: must be one of {', '.join(LOAD_FORMATS)}")
@@ -69,20 +78,30 @@ def load_model(
 
     def build(maths: Maths) -> Model:
         def weight(name: str) -> Tensor:
-            tensor = source.get(name).to(device, dtype)
+            tensor = get(name).to(device, dtype)
             if tensor.dim() == 2 and maths.max_weight < math.inf:
                 _check_range(name, tensor, maths.max_weight)
             return tensor
 
-        return model_class(spec, weight, maths, device)
+        with _reading(source, shapes, device) as get:
+            return model_class(spec, weight, maths, device)
 
-    with torch.inference_mode():
+    with torch.inference_mode(), contextlib.closing(source):
         if fused:
-            return build(FusedMaths(dtype))
+            return build(FusedMaths(dtype, device, batch_invariant))
         try:
             return build(TorchMaths(choose_linear(dtype, device)))
         except _RangeError as error:
             return build(TorchMaths(choose_linear(dtype, device, refused=str(error))))
+
+
+def _reading(source: WeightSource, order: Shapes, device: torch.device) -> AbstractContextManager[Read]:
+    """How weights are got. On a CPU packing them takes longer than reading them, and both want its cores."""
+    if device.type == "cpu" or not source.threaded:
+        return contextlib.nullcontext(source.get)
+    # No number takes more than 4 bytes, and most take 2.
+    sizes = {name: 4 * math.prod(shape) for name, shape in order.items()}
+    return ReadAhead(source.get, sizes, window=READ_AHEAD_BYTES, threads=READING_THREADS)
 
 
 class _RangeError(ValueError):

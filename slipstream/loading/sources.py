@@ -13,43 +13,61 @@ from slipstream.config.model import ModelSpec
 from slipstream.loading.gguf_file import GGUFFile
 from slipstream.loading.gguf_spec import ROPE_FACTORS, hf_name, interleaved_modules
 from slipstream.loading.hf_config import read_json
+from slipstream.loading.staged import StagedReader, StoredTensor, read_header
 
 Tensor = torch.Tensor
 Shapes = dict[str, tuple[int, ...]]
 
 
 class WeightSource(Protocol):
-    """shapes: of every tensor there is. get: the tensor, in any float type, on any device."""
+    """shapes: of every tensor there is. get: the tensor, in any float type, on any device; several threads
+    may call it at once where threaded is True. close: nothing more will be asked for."""
 
     shapes: Shapes
+    threaded: bool
 
     def get(self, name: str) -> Tensor: ...
 
+    def close(self) -> None: ...
+
 
 class SafetensorsSource:
-    """A folder's *.safetensors, single or sharded, mapped into memory and read straight to the device."""
+    """A folder's *.safetensors, single or sharded: mapped into memory for a CPU, else read to the device."""
+
+    threaded = True
 
     def __init__(self, folder: Path, device: torch.device) -> None:
         self.shapes: Shapes = {}
         # safe_open's handles carry no types.
         self._file_of: dict[str, Any] = {}
+        self._stored: dict[str, StoredTensor] = {}
+        self._reader = StagedReader(device)
         for file in _weight_files(folder):
             try:
-                opened: Any = safe_open(file, framework="pt", device=str(device))
+                opened: Any = safe_open(file, framework="pt")
             except (SafetensorError, OSError) as error:
                 raise ValueError(f"{file} cannot be read: {error}") from None
             for name in opened.keys():  # noqa: SIM118 (not a mapping)
                 self._file_of[name] = opened
                 self.shapes[name] = tuple(opened.get_slice(name).get_shape())
+            if device.type != "cpu":
+                self._stored.update(read_header(file))
 
     def get(self, name: str) -> Tensor:
+        if name in self._stored:
+            return self._reader.read(self._stored[name])
         tensor: Tensor = self._file_of[name].get_tensor(name)
-        # On a CPU it is a view of the mapped file, and one view kept would keep the whole file mapped.
-        return tensor.clone() if tensor.device.type == "cpu" else tensor
+        # It is a view of the mapped file, and one view kept would keep the whole file mapped.
+        return tensor.clone()
+
+    def close(self) -> None:
+        self._reader.close()
 
 
 class GGUFSource:
     """Tensors dequantised to float32 on the CPU; rows of q and k in Hugging Face's order."""
+
+    threaded = True
 
     def __init__(self, file: GGUFFile, spec: ModelSpec) -> None:
         self._file = file
@@ -64,9 +82,15 @@ class GGUFSource:
                 tensor = uninterleave(tensor, heads)
         return tensor
 
+    def close(self) -> None:
+        """The file is mapped, and let go with the source."""
+
 
 class DummySource:
-    """Random weights of the model's own shapes: the same for one seed, drawn in dtype on the device."""
+    """Random weights of the model's own shapes: the same for one seed, drawn in dtype on the device, in
+    turn."""
+
+    threaded = False
 
     def __init__(self, shapes: Shapes, dtype: torch.dtype, device: torch.device, seed: int) -> None:
         self.shapes = shapes
@@ -78,6 +102,9 @@ class DummySource:
         tensor = torch.empty(self.shapes[name], dtype=self._dtype, device=self._device)
         mean = 1.0 if len(tensor.shape) == 1 and name.endswith("norm.weight") else 0.0
         return tensor.normal_(mean, 0.02, generator=self._draw)
+
+    def close(self) -> None:
+        """Nothing is open."""
 
 
 def uninterleave(rows: Tensor, heads: int) -> Tensor:

@@ -48,5 +48,5 @@ class ModelClass(Protocol):
         ...
 
     def weight_shapes(self, spec: ModelSpec) -> dict[str, tuple[int, ...]]:
-        """Names as Hugging Face stores them, and shapes."""
+        """Names as Hugging Face stores them, and shapes, in the order in which the model asks for them."""
         ...

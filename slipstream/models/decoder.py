@@ -128,23 +128,21 @@ class Decoder:
         names, hidden, inner, head = cls.names, spec.hidden_size, spec.intermediate_size, spec.head_dim
         query, key = spec.num_heads * head, spec.num_kv_heads * head
         shapes: dict[str, tuple[int, ...]] = {names.embed + ".weight": (spec.vocab_size, hidden)}
+
+        def linear(modules: tuple[str, ...], outputs: tuple[int, ...], inputs: int, bias: bool) -> None:
+            for kind, tail in (("weight", (inputs,)), ("bias", ()))[: 1 + bias]:
+                for module, output in zip(modules, outputs, strict=True):
+                    shapes[f"{prefix}{module}.{kind}"] = (output, *tail)
+
+        for prefix in map(names.layer.format, range(spec.num_layers)):
+            shapes[f"{prefix}{names.attention_norm}.weight"] = (hidden,)
+            linear(names.qkv, (query, key, key), hidden, spec.qkv_bias)
+            shapes |= {f"{prefix}{module}.weight": (head,) for module in names.head_norms}
+            linear(names.o, (hidden,), query, spec.o_bias)
+            shapes[f"{prefix}{names.mlp_norm}.weight"] = (hidden,)
+            linear(names.gate_up, (inner, inner), hidden, spec.mlp_bias)
+            linear(names.down, (hidden,), inner, spec.mlp_bias)
+        shapes[names.final_norm + ".weight"] = (hidden,)
         if not spec.tie_word_embeddings:
             shapes[names.lm_head + ".weight"] = (spec.vocab_size, hidden)
-        linears = (
-            (names.qkv, (query, key, key), hidden, spec.qkv_bias),
-            (names.o, (hidden,), query, spec.o_bias),
-            (names.gate_up, (inner, inner), hidden, spec.mlp_bias),
-            (names.down, (hidden,), inner, spec.mlp_bias),
-        )
-        for prefix in map(names.layer.format, range(spec.num_layers)):
-            for module in (names.attention_norm, names.mlp_norm):
-                shapes[f"{prefix}{module}.weight"] = (hidden,)
-            for module in names.head_norms:
-                shapes[f"{prefix}{module}.weight"] = (head,)
-            for modules, outputs, inputs, bias in linears:
-                for module, output in zip(modules, outputs, strict=True):
-                    shapes[f"{prefix}{module}.weight"] = (output, inputs)
-                    if bias:
-                        shapes[f"{prefix}{module}.bias"] = (output,)
-        return shapes | {names.final_norm + ".weight": (hidden,)}
-
+        return shapes
