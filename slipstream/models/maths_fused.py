@@ -1,10 +1,15 @@
 """Decoder maths on kernels that merge what lies between the matrix products.
 
+Where it measures better (kernels/linear.py), a product takes the norm before it, and the gate or the sum after
+it, into its own kernel. Other products are cuBLAS's; the sum and the norm that follows are then one kernel.
+Which it is depends on a product's shape alone.
+
 Legend: T tokens, H hidden, N outputs, K inputs, Y query and key heads together, D head size, V vocabulary.
 """
 
 from __future__ import annotations
 
+import functools
 import math
 from dataclasses import dataclass
 
@@ -12,6 +17,17 @@ import torch
 import torch.nn.functional as F
 
 from slipstream.attention.protocol import AttendQkv, HeadPrep
+from slipstream.kernels.linear import (
+    LinearConfig,
+    LinearScratch,
+    Norm,
+    Op,
+    add_linear,
+    choose_linear_config,
+    gated_linear,
+    linear,
+    scratch_size,
+)
 from slipstream.kernels.rms_norm import add_rms_norm, embed_rms_norm, rms_norm
 from slipstream.kernels.silu_and_mul import silu_and_mul
 from slipstream.layers.embedding import Embedding
@@ -19,24 +35,38 @@ from slipstream.layers.rotary import Rotary
 
 Tensor = torch.Tensor
 
+# Products of more rows are never split, so that their sums need no scratch.
+MOST_SPLIT_ROWS = 256
+
 
 class FusedNorm:
     """RMSNorm's numbers, in float32."""
 
     def __init__(self, weight_H: Tensor, eps: float) -> None:
-        self.weight_H, self.eps = weight_H.float(), eps
-        self.num_bytes = self.weight_H.nbytes
+        self.norm = Norm(weight_H.float(), eps)
+        self.num_bytes = self.norm.weight_K.nbytes
 
 
 class FusedLinear:
-    """y = x W^T + b, the weights as they are stored."""
+    """y = x W^T + b, the weights as they are stored. scratch: for sums that several programs share."""
 
-    def __init__(self, weight_NK: Tensor, bias_N: Tensor | None) -> None:
-        self.weight_NK, self.bias_N = weight_NK, bias_N
+    def __init__(
+        self, weight_NK: Tensor, bias_N: Tensor | None, scratch: LinearScratch, invariant: bool
+    ) -> None:
+        self.weight_NK, self.bias_N, self.scratch = weight_NK, bias_N, scratch
         self.num_bytes = weight_NK.nbytes + (0 if bias_N is None else bias_N.nbytes)
+        self._invariant = invariant
+
+    def config(self, op: Op, rows: int) -> LinearConfig | None:
+        """None: cuBLAS."""
+        outputs, inputs = self.weight_NK.shape
+        return choose_linear_config(op, rows, outputs, inputs, self.weight_NK.dtype, self._invariant)
 
     def __call__(self, x_MK: Tensor) -> Tensor:
-        return F.linear(x_MK, self.weight_NK, self.bias_N)
+        config = self.config("plain", len(x_MK))
+        if config is None:
+            return F.linear(x_MK, self.weight_NK, self.bias_N)
+        return linear(x_MK, self.weight_NK, self.bias_N, config)
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,18 +83,26 @@ class FusedHeads:
 
 
 class FusedMaths:
-    """See Maths."""
+    """See Maths. invariant: a row's result is the same, bit for bit, alone and in any batch."""
 
     name = "fused"
     max_weight = math.inf
     shares_weights = True
 
-    def __init__(self, dtype: torch.dtype) -> None:
+    def __init__(self, dtype: torch.dtype, device: torch.device, invariant: bool) -> None:
         self.activation_dtype = dtype
-        self.reason = "cuBLAS, and Triton for what lies between the products"
+        self._invariant = invariant
+        self._scratch = LinearScratch(0, 0, device)
+        self.reason = "one choice of Triton tiles for any batch" if invariant else (
+            "cuBLAS, and Triton for few rows and for what lies between the products"
+        )
 
     def linear(self, weight_NK: Tensor, bias_N: Tensor | None) -> FusedLinear:
-        return FusedLinear(weight_NK, bias_N)
+        outputs, inputs = weight_NK.shape
+        sums, tiles = _most_scratch(outputs, inputs, weight_NK.dtype, self._invariant)
+        if sums > len(self._scratch.partial) or tiles > len(self._scratch.counter):
+            self._scratch = LinearScratch(sums, tiles, weight_NK.device)
+        return FusedLinear(weight_NK, bias_N, self._scratch, self._invariant)
 
     def norm(self, weight_H: Tensor, eps: float) -> FusedNorm:
         return FusedNorm(weight_H, eps)
@@ -79,46 +117,76 @@ class FusedMaths:
     def open(
         self, embed: Embedding, rotary: Rotary, first_norm: FusedNorm, token_T: Tensor, position_T: Tensor
     ) -> FusedPass:
-        return FusedPass(embed, first_norm, token_T, self.activation_dtype)
+        return FusedPass(embed, first_norm.norm, token_T, self.activation_dtype)
 
     def logits(self, head: FusedLinear, hidden_NH: Tensor) -> Tensor:
         return head(hidden_NH)
 
 
-class FusedPass:
-    """See Pass. What a product adds to the residual waits for the norm that follows: one kernel does both."""
+@functools.cache
+def _most_scratch(outputs: int, inputs: int, dtype: torch.dtype, invariant: bool) -> tuple[int, int]:
+    """Sums and tiles that any count of rows needs."""
+    sums = tiles = 0
+    for rows in range(1, MOST_SPLIT_ROWS + 1):
+        config = choose_linear_config("add", rows, outputs, inputs, dtype, invariant)
+        if config is not None:
+            needed = scratch_size(rows, outputs, config)
+            sums, tiles = max(sums, needed[0]), max(tiles, needed[1])
+    return sums, tiles
 
-    def __init__(
-        self, embed: Embedding, first_norm: FusedNorm, token_T: Tensor, dtype: torch.dtype
-    ) -> None:
+
+class FusedPass:
+    """See Pass. What cuBLAS adds to the residual waits for the norm that follows."""
+
+    def __init__(self, embed: Embedding, first_norm: Norm, token_T: Tensor, dtype: torch.dtype) -> None:
         self._dtype = dtype
         self._residual_TH, first_TH = embed_rms_norm(
-            token_T, embed.weight_VH, first_norm.weight_H, first_norm.eps, dtype
+            token_T, embed.weight_VH, first_norm.weight_K, first_norm.eps, dtype
         )
         self._ready_TH: Tensor | None = first_TH  # the embedding's kernel has normed already
         self._delta_TH: Tensor | None = None
 
-    def _normed(self, norm: FusedNorm) -> Tensor:
+    def _normed(self, norm: Norm) -> Tensor:
         ready_TH, self._ready_TH = self._ready_TH, None
         if ready_TH is not None:
             return ready_TH
         delta_TH, self._delta_TH = self._delta_TH, None
         if delta_TH is None:
-            return rms_norm(self._residual_TH, norm.weight_H, norm.eps, self._dtype)
-        return add_rms_norm(self._residual_TH, delta_TH, norm.weight_H, norm.eps, self._dtype)
+            return rms_norm(self._residual_TH, norm.weight_K, norm.eps, self._dtype)
+        return add_rms_norm(self._residual_TH, delta_TH, norm.weight_K, norm.eps, self._dtype)
 
-    def project(self, norm: FusedNorm, linear: FusedLinear) -> Tensor:
-        return linear(self._normed(norm))
+    def _input(self, norm: Norm, config: LinearConfig) -> tuple[Tensor, Norm | None]:
+        """The residual itself, where a product can do the norm, else its norm."""
+        if self._ready_TH is None and self._delta_TH is None and config.folds:
+            return self._residual_TH, norm
+        return self._normed(norm), None
 
-    def project_gated(self, norm: FusedNorm, linear: FusedLinear) -> Tensor:
-        return silu_and_mul(linear(self._normed(norm)))
+    def project(self, norm: FusedNorm, linear_: FusedLinear) -> Tensor:
+        config = linear_.config("plain", len(self._residual_TH))
+        if config is None:
+            return linear_(self._normed(norm.norm))
+        x_TK, folded = self._input(norm.norm, config)
+        return linear(x_TK, linear_.weight_NK, linear_.bias_N, config, folded)
+
+    def project_gated(self, norm: FusedNorm, linear_: FusedLinear) -> Tensor:
+        config = linear_.config("gated", len(self._residual_TH))
+        if config is None:
+            return silu_and_mul(linear_(self._normed(norm.norm)))
+        x_TK, folded = self._input(norm.norm, config)
+        return gated_linear(x_TK, linear_.weight_NK, linear_.bias_N, config, folded)
 
     def mix(self, layer: int, heads: FusedHeads, qkv_TN: Tensor, attend: AttendQkv) -> Tensor:
         qkv_TXD = qkv_TN.view(len(qkv_TN), -1, heads.head_dim)
         return attend.from_qkv(layer, qkv_TXD, heads.prep).flatten(1)
 
-    def add(self, linear: FusedLinear, x_TK: Tensor) -> None:
-        self._delta_TH = linear(x_TK)
+    def add(self, linear_: FusedLinear, x_TK: Tensor) -> None:
+        config = linear_.config("add", len(x_TK))
+        if config is None:
+            self._delta_TH = linear_(x_TK)
+        else:
+            add_linear(
+                x_TK, linear_.weight_NK, linear_.bias_N, self._residual_TH, config, linear_.scratch
+            )
 
     def finish(self, norm: FusedNorm) -> Tensor:
-        return self._normed(norm)
+        return self._normed(norm.norm)

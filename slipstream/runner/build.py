@@ -55,7 +55,7 @@ class BuiltRunner:
 
 
 @dataclass(frozen=True, slots=True)
-class _Parts:
+class Parts:
     """What every runner has."""
 
     plan: EnginePlan
@@ -88,14 +88,14 @@ def build_runner(plan: EnginePlan) -> BuiltRunner:
         # Torch keeps a team of OpenMP threads for every thread that computes, be it a fill with zeros. Two
         # teams outnumber the cores, and then their waits sleep instead of spinning: steps took 1.8 times as
         # long. So all that computes runs on the stream's thread, from the first weight on.
-        parts = cast(_Parts, stream.submit(functools.partial(_make_parts, plan, device)).wait())
+        parts = cast(Parts, stream.submit(functools.partial(make_parts, plan, device)).wait())
         return build(parts, stream)
     except Exception:
         stream.close()
         raise
 
 
-def _make_parts(plan: EnginePlan, device: torch.device) -> _Parts:
+def make_parts(plan: EnginePlan, device: torch.device) -> Parts:
     args, vocab_size = plan.args, plan.spec.vocab_size
     model = load_model(
         args.model,
@@ -105,6 +105,7 @@ def _make_parts(plan: EnginePlan, device: torch.device) -> _Parts:
         load_format=args.load_format,
         seed=args.seed,
         fused=plan.attention_backend == "triton",
+        batch_invariant=plan.batch_invariant,
     )
     pipeline = Pipeline(default_features(vocab_size), vocab_size, device)
     slots = plan.steps_in_flight + 1
@@ -117,10 +118,10 @@ def _make_parts(plan: EnginePlan, device: torch.device) -> _Parts:
         features=(*pipeline.names, LOGPROBS),
         flush_slots=slots,
     )
-    return _Parts(plan, device, model, pipeline, table, OutDoor(slots, table.num_rows, device))
+    return Parts(plan, device, model, pipeline, table, OutDoor(slots, table.num_rows, device))
 
 
-def _build_eager(parts: _Parts, stream: Stream) -> BuiltRunner:
+def _build_eager(parts: Parts, stream: Stream) -> BuiltRunner:
     plan, model = parts.plan, parts.model
     attention = PagedTorchAttention(
         model.attention, plan.block_size, model.activation_dtype, parts.device
@@ -144,7 +145,17 @@ def _build_eager(parts: _Parts, stream: Stream) -> BuiltRunner:
     return parts.built(runner, memory)
 
 
-def _build_bucketed(parts: _Parts, stream: Stream) -> BuiltRunner:
+@dataclass(frozen=True, slots=True)
+class Bucketed:
+    """What a bucketed runner has beside Parts."""
+
+    attention: PagedTritonAttention
+    shapes: Shapes
+    tick: BucketTick
+
+
+def make_bucketed(parts: Parts) -> Bucketed:
+    """The KV pool is not there yet."""
     plan, model = parts.plan, parts.model
     attention = PagedTritonAttention(
         model.attention,
@@ -171,11 +182,16 @@ def _build_bucketed(parts: _Parts, stream: Stream) -> BuiltRunner:
         plan.max_num_batched_tokens,
         plan.spec.hidden_size,
     )
+    return Bucketed(attention, shapes, tick)
 
-    def prepare() -> MemoryPlan:
-        return warm_up(plan, attention, tick, shapes.all(), parts.device)
 
-    memory = cast(MemoryPlan, stream.submit(prepare).wait())
+def _build_bucketed(parts: Parts, stream: Stream) -> BuiltRunner:
+    def prepare() -> tuple[BucketTick, MemoryPlan]:
+        made = make_bucketed(parts)
+        shapes = made.shapes.all()
+        return made.tick, warm_up(parts.plan, made.attention, made.tick, shapes, parts.device)
+
+    tick, memory = cast(tuple[BucketTick, MemoryPlan], stream.submit(prepare).wait())
     return parts.built(parts.runner(tick, stream), memory)
 
 

@@ -7,12 +7,14 @@ Where steps are captured they have run before: kernels are compiled, libraries h
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
+from typing import Any
 
 import torch
 
 from slipstream.runner.shapes import Shape
 from slipstream.runner.tick import Scores
 
+Pool = Any  # torch's handle of a pool of graph memory
 Body = Callable[[Shape], Scores | None]
 Captured = tuple[torch.cuda.CUDAGraph, Scores | None]
 
@@ -24,7 +26,6 @@ class Graphs:
     def __init__(self, body: Body, device: torch.device) -> None:
         self._body = body
         self._device = device
-        self._pool = torch.cuda.graph_pool_handle()
         self._graphs: dict[Shape, Captured] = {}
 
     def __len__(self) -> int:
@@ -51,15 +52,16 @@ class Graphs:
                 tried.add(kind)
                 self._body(shape)
 
-    def captured(self, shape: Shape) -> Captured:
-        """A graph of the step, made on the current stream."""
+    def captured(self, shape: Shape, pool: Pool) -> Captured:
+        """A graph of the step, made on the current stream; its memory comes from the pool."""
         graph, stream = torch.cuda.CUDAGraph(), torch.cuda.current_stream(self._device)
-        with torch.cuda.graph(graph, pool=self._pool, stream=stream, capture_error_mode="thread_local"):
+        with torch.cuda.graph(graph, pool=pool, stream=stream, capture_error_mode="thread_local"):
             scores = self._body(shape)
         return graph, scores
 
     def capture(self, shapes: Iterable[Shape]) -> None:
         """Graphs for these shapes, the largest first."""
-        self._pool = torch.cuda.graph_pool_handle()
+        shapes = list(shapes)
+        pool = torch.cuda.graph_pool_handle() if shapes else None
         for shape in shapes:
-            self._graphs[shape] = self.captured(shape)
+            self._graphs[shape] = self.captured(shape, pool)

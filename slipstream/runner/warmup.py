@@ -41,7 +41,8 @@ def warm_up(
     if captured:
         tick.graphs.try_kinds(captured)
         trials = (shapes[0], shapes[len(shapes) // 2], shapes[-1])
-        captures = [functools.partial(tick.graphs.captured, shape) for shape in trials]
+        pool = torch.cuda.graph_pool_handle()
+        captures = [functools.partial(tick.graphs.captured, shape, pool) for shape in trials]
         memory.try_graphs(captures, len(captured))
     planned = size_kv_pool(plan, memory.measured(plan), attention.bytes_per_block())
     attention.allocate(planned.num_blocks)
