@@ -11,7 +11,11 @@ Legend: n lanes, K token ids (or V, the vocabulary).
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
+
+from slipstream.kernels.backend import Arg, jit, tl
 
 Tensor = torch.Tensor
 
@@ -72,3 +76,37 @@ def mix32(words: Tensor) -> Tensor:
 def _shift_right(words: Tensor, count: int) -> Tensor:
     """Logical shift: torch's own copies the sign bit."""
     return (words >> count).bitwise_and_((1 << (32 - count)) - 1)
+
+
+_A, _B = tl.constexpr(MULTIPLY_A), tl.constexpr(MULTIPLY_B & 0xFFFFFFFF)
+_START_0, _START_1 = (tl.constexpr(start & 0xFFFFFFFF) for start in KEY_STARTS)
+
+
+@jit
+def mix_word(word: Arg) -> Any:
+    """mix32 of uint32 words, in a kernel."""
+    word ^= word >> 16
+    word *= _A
+    word ^= word >> 15
+    word *= _B
+    return word ^ (word >> 16)
+
+
+@jit
+def lane_key(seed_lo: Arg, seed_hi: Arg, position: Arg, PURPOSE: tl.constexpr) -> Any:
+    """The two words of lane_keys, uint32, of one lane in a kernel; seeds and position: int32."""
+    lo, hi, place = seed_lo.to(tl.uint32), seed_hi.to(tl.uint32), position.to(tl.uint32)
+    key0 = mix_word(mix_word(mix_word(lo ^ _START_0) ^ hi) ^ place)
+    key1 = mix_word(mix_word(mix_word(lo ^ _START_1) ^ hi) ^ place)
+    return mix_word(key0 ^ PURPOSE), mix_word(key1 ^ PURPOSE)
+
+
+@jit
+def token_cost(mixed: Arg, key0: Arg, key1: Arg) -> Any:
+    """gumbel_cost in a kernel; mixed: mix_word of the token ids, which lanes may share."""
+    bits = (mixed ^ key0) * _A
+    bits ^= bits >> 15
+    bits = (bits + key1) * _B
+    bits ^= bits >> 16
+    # An accurate log: near 1 the cost is the distance to it, and a fast log has no digits there.
+    return -tl.log(tl.maximum((bits >> 8).to(tl.float32), 0.5) * 5.9604644775390625e-08)

@@ -10,6 +10,7 @@ import numpy as np
 import torch
 
 from slipstream.contracts.request import EngineRequest
+from slipstream.kernels.edit_rows import allow_rows
 from slipstream.kernels.masks import allow_only
 from slipstream.rows.columns import Column, RowWriter
 from slipstream.sampling.protocol import SampleBatch
@@ -38,3 +39,6 @@ class AllowedTokenIds:
     def apply(self, logits_NV: Tensor, batch: SampleBatch) -> None:
         lane_n = batch.feature_lanes[self.name]
         allow_only(logits_NV, lane_n, batch.of(lane_n, "allowed_mask"))
+
+    def launch(self, logits_NV: Tensor, batch: SampleBatch, bit: int) -> None:
+        allow_rows(logits_NV, batch.using(bit), batch.columns["allowed_mask"])

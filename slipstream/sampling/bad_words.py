@@ -10,6 +10,7 @@ import torch
 
 from slipstream.contracts.limits import MAX_BAD_WORD_TOKENS
 from slipstream.contracts.request import EngineRequest
+from slipstream.kernels.edit_rows import ban_words_rows
 from slipstream.kernels.masks import ban_at, banned_entries
 from slipstream.rows.columns import Column, RowWriter
 from slipstream.sampling.protocol import SampleBatch
@@ -50,3 +51,8 @@ class BadWords:
             batch.of(lane_n, "bad_back"),
         )
         ban_at(logits_NV, lane_n, word_nK, banned_nK)
+
+    def launch(self, logits_NV: Tensor, batch: SampleBatch, bit: int) -> None:
+        columns = batch.columns
+        words = columns["tokens"], columns["bad_tokens"], columns["bad_back"]
+        ban_words_rows(logits_NV, batch.using(bit), batch.length_N, *words)

@@ -7,6 +7,7 @@ import torch
 
 from slipstream.contracts.limits import MAX_LOGIT_BIAS
 from slipstream.contracts.request import EngineRequest
+from slipstream.kernels.edit_rows import add_rows
 from slipstream.kernels.masks import add_at
 from slipstream.rows.columns import Column, RowWriter
 from slipstream.sampling.protocol import SampleBatch
@@ -37,3 +38,6 @@ class LogitBias:
     def apply(self, logits_NV: Tensor, batch: SampleBatch) -> None:
         lane_n = batch.feature_lanes[self.name]
         add_at(logits_NV, lane_n, batch.of(lane_n, "bias_ids"), batch.of(lane_n, "bias_values"))
+
+    def launch(self, logits_NV: Tensor, batch: SampleBatch, bit: int) -> None:
+        add_rows(logits_NV, batch.using(bit), batch.columns["bias_ids"], batch.columns["bias_values"])

@@ -5,6 +5,7 @@ from __future__ import annotations
 import torch
 
 from slipstream.contracts.request import EngineRequest
+from slipstream.kernels.edit_rows import ban_ends_rows
 from slipstream.kernels.masks import ban_at
 from slipstream.rows.columns import Column, RowWriter
 from slipstream.sampling.protocol import SampleBatch
@@ -26,3 +27,7 @@ class MinTokens:
         id_nK = batch.of(lane_n, "end_ids")
         early_n = batch.length_N[lane_n] < batch.of(lane_n, "min_len")
         ban_at(logits_NV, lane_n, id_nK.clamp(min=0), (id_nK >= 0) & early_n.unsqueeze(1))
+
+    def launch(self, logits_NV: Tensor, batch: SampleBatch, bit: int) -> None:
+        columns = batch.columns
+        ban_ends_rows(logits_NV, batch.using(bit), batch.length_N, columns["min_len"], columns["end_ids"])

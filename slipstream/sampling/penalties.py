@@ -9,6 +9,7 @@ from __future__ import annotations
 import torch
 
 from slipstream.contracts.request import EngineRequest
+from slipstream.kernels.edit_rows import PenaltyColumns, penalise_rows
 from slipstream.kernels.penalties import penalise
 from slipstream.rows.columns import Column, RowWriter
 from slipstream.sampling.protocol import SampleBatch
@@ -17,7 +18,10 @@ Tensor = torch.Tensor
 
 
 class Penalties:
-    """Columns of the three penalties' own names."""
+    """Columns of the three penalties' own names.
+
+    max_lanes: lanes that launch will be given at most; it counts in 4 * vocab_size bytes a lane.
+    """
 
     name = "penalties"
     columns: tuple[Column, ...] = (
@@ -25,6 +29,9 @@ class Penalties:
         Column("frequency_penalty", "f32"),
         Column("presence_penalty", "f32"),
     )
+
+    def __init__(self, vocab_size: int = 0, max_lanes: int = 0, device: torch.device | None = None) -> None:
+        self._count_NV = torch.zeros(max_lanes, vocab_size, dtype=torch.int32, device=device)
 
     def admit(self, request: EngineRequest, write: RowWriter) -> bool:
         params = request.params
@@ -46,3 +53,8 @@ class Penalties:
             frequency_n=batch.of(lane_n, "frequency_penalty"),
             presence_n=batch.of(lane_n, "presence_penalty"),
         )
+
+    def launch(self, logits_NV: Tensor, batch: SampleBatch, bit: int) -> None:
+        names = ("tokens", "prompt_len", "repetition_penalty", "frequency_penalty", "presence_penalty")
+        columns = PenaltyColumns(*(batch.columns[name] for name in names))
+        penalise_rows(logits_NV, batch.using(bit), batch.length_N, columns, self._count_NV)

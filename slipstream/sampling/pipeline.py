@@ -5,12 +5,16 @@ Legend: N sampling lanes, V vocabulary.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, fields
 
 import torch
 
 from slipstream.contracts.request import EngineRequest
+from slipstream.kernels.edit_rows import copy_rows
+from slipstream.kernels.greedy import choose_greedy
+from slipstream.kernels.sample_rows import sample_rows
+from slipstream.kernels.sample_scan import RowParams
 from slipstream.kernels.sampling import choose, finite_rows
 from slipstream.rows.columns import Column, RowWriter
 from slipstream.sampling.allowed_token_ids import AllowedTokenIds
@@ -20,7 +24,7 @@ from slipstream.sampling.logit_bias import LogitBias
 from slipstream.sampling.min_p import MinP
 from slipstream.sampling.min_tokens import MinTokens
 from slipstream.sampling.penalties import Penalties
-from slipstream.sampling.protocol import Feature, SampleBatch
+from slipstream.sampling.protocol import EditingFeature, Feature, SampleBatch
 from slipstream.sampling.temperature import Temperature
 from slipstream.sampling.top_k import TopK
 from slipstream.sampling.top_p import TopP
@@ -28,14 +32,17 @@ from slipstream.sampling.top_p import TopP
 Tensor = torch.Tensor
 
 
-def default_features(vocab_size: int) -> tuple[Feature, ...]:
-    """Every feature, in the order stated in docs/sampling.md."""
+def default_features(
+    vocab_size: int, max_lanes: int = 0, device: torch.device | None = None
+) -> tuple[Feature, ...]:
+    """Every feature, in the order stated in docs/sampling.md. max_lanes, device: for scratch of sample_all's
+    stage "full"; not needed where it is not used."""
     return (
         AllowedTokenIds(vocab_size),
         LogitBias(),
         MinTokens(),
         BadWords(),
-        Penalties(),
+        Penalties(vocab_size, max_lanes, device),
         Temperature(),
         MinP(),
         TopK(vocab_size),
@@ -55,7 +62,14 @@ class SampledTokens:
 
 
 class Pipeline:
-    """Features joined by a list. columns: what they add to the table; names: bit i of admit() is names[i]."""
+    """Features joined by a list. columns: what they add to the table; names: bit i of admit() is names[i].
+
+    sample works on the lanes that a feature is used by, which the host lists; sample_all on every lane, with
+    nothing from the host, so that a CUDA graph can hold it. A graph is captured for one of `stages`, each of
+    which covers those before it.
+    """
+
+    stages: tuple[str, ...] = ("greedy", "sampled", "full")
 
     def __init__(self, features: Sequence[Feature], vocab_size: int, device: torch.device) -> None:
         self._features = tuple(features)
@@ -63,6 +77,9 @@ class Pipeline:
         self._device = device
         self.names: tuple[str, ...] = tuple(feature.name for feature in features)
         self.columns: tuple[Column, ...] = tuple(c for feature in features for c in feature.columns)
+        edits = [(bit, each) for bit, each in enumerate(features) if isinstance(each, EditingFeature)]
+        self._edits: tuple[tuple[int, EditingFeature], ...] = tuple(edits)
+        self._edit_names = frozenset(feature.name for _, feature in edits)
 
     def admit(self, request: EngineRequest, write: RowWriter) -> int:
         """Write every feature's columns of the row; returns the set of features it uses, as bits."""
@@ -77,3 +94,30 @@ class Pipeline:
             if feature.name in batch.feature_lanes:
                 feature.apply(logits_NV, batch)
         return SampledTokens(*choose(logits_NV, ok_N))
+
+    def stage_of(self, names: Iterable[str]) -> str:
+        """The first stage that covers these features; names that are not the pipeline's need none."""
+        used = set(names)
+        if used & self._edit_names:
+            return "full"
+        return "sampled" if used & set(self.names) else "greedy"
+
+    def sample_all(self, logits_NV: Tensor, batch: SampleBatch, stage: str) -> SampledTokens:
+        """One token a lane, as sample would choose it, by what the rows say alone. ok is False in lanes of
+        rows that are not alive, but for stage "greedy".
+
+        logits: float32 or bfloat16, a row's elements adjacent; left as they are. Stages but "greedy" need
+        Triton. The features in use must not need a later stage.
+        """
+        if stage == "greedy":
+            return SampledTokens(*choose_greedy(logits_NV))
+        columns, length_N = batch.columns, batch.length_N
+        params = RowParams(*(columns[each.name.removesuffix("_R")] for each in fields(RowParams)))
+        if stage == "sampled":
+            return SampledTokens(*sample_rows(logits_NV, batch.row_N, length_N, params))
+        if stage != "full":
+            raise ValueError(f"stage {stage!r} is none of {self.stages}")
+        edited_NV, sum_NC = copy_rows(logits_NV)
+        for bit, feature in self._edits:
+            feature.launch(edited_NV, batch, bit)
+        return SampledTokens(*sample_rows(edited_NV, batch.row_N, length_N, params, sum_NC))

@@ -8,11 +8,12 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Protocol, runtime_checkable
 
 import torch
 
 from slipstream.contracts.request import EngineRequest
+from slipstream.kernels.edit_rows import EditLanes
 from slipstream.rows.columns import Column, RowWriter
 
 Tensor = torch.Tensor
@@ -37,6 +38,10 @@ class SampleBatch:
         """A column's values for the rows of some lanes: [n] or [n, width]."""
         return self.columns[name][self.row_N[lane_n]]
 
+    def using(self, bit: int) -> EditLanes:
+        """All lanes, for kernels that skip those whose row does not use the feature of this bit."""
+        return EditLanes(self.row_N, self.columns["alive"], self.columns["features"], bit)
+
 
 class Feature(Protocol):
     """name: key in feature_lanes. columns: what it adds to the table."""
@@ -51,4 +56,14 @@ class Feature(Protocol):
     def apply(self, logits_NV: Tensor, batch: SampleBatch) -> None:
         """Change float32 logits in place, on the lanes batch.feature_lanes[self.name]; not called where
         absent."""
+        ...
+
+
+@runtime_checkable
+class EditingFeature(Feature, Protocol):
+    """A feature that changes logits before temperature, truncation and the draw."""
+
+    def launch(self, logits_NV: Tensor, batch: SampleBatch, bit: int) -> None:
+        """Like apply on all lanes of a captured step: kernels on CUDA that read from the rows which of them
+        use the feature. bit: its place in the column `features`; batch.feature_lanes is not looked at."""
         ...

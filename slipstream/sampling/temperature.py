@@ -13,13 +13,13 @@ Tensor = torch.Tensor
 
 
 class Temperature:
-    """Column temperature."""
+    """Column temperature, 0 for greedy rows."""
 
     name = "temperature"
     columns: tuple[Column, ...] = (Column("temperature", "f32", default=1.0),)
 
     def admit(self, request: EngineRequest, write: RowWriter) -> bool:
-        write.scalar("temperature", request.params.temperature)
+        write.scalar("temperature", 0.0 if request.params.greedy else request.params.temperature)
         return not request.params.greedy and request.params.temperature != 1.0
 
     def apply(self, logits_NV: Tensor, batch: SampleBatch) -> None:
