@@ -107,7 +107,8 @@ def make_parts(plan: EnginePlan, device: torch.device) -> Parts:
         fused=plan.attention_backend == "triton",
         batch_invariant=plan.batch_invariant,
     )
-    pipeline = Pipeline(default_features(vocab_size), vocab_size, device)
+    lanes = plan.max_num_seqs if plan.attention_backend == "triton" else 0
+    pipeline = Pipeline(default_features(vocab_size, lanes, device), vocab_size, device)
     slots = plan.steps_in_flight + 1
     table = RowTable(
         max_num_seqs=plan.max_num_seqs,
