@@ -130,32 +130,51 @@ def _pick_kernel(
         cold = 1.0 / temperature
         mass = tl.load(masses + at, mask=inside & (top_k == 0), other=0.0)
         mass = tl.sum(mass * tl.exp((tl.maximum(top, LOWEST) - highest) * cold), 0)
-        cut, complete, count = _list_chunks(
-            chunk_best + lane * CHUNKS, listed + lane * LISTED, highest, cold, top_k, farthest_bits(min_p),
-            CHUNKS, CHUNKS_PAD, LISTED, FEW_CHUNKS, SMALL_TOP_K, SMALL_CANDIDATES,
+        key0, key1 = lane_key(
+            tl.load(seeds_lo + row * row_stride), tl.load(seeds_hi + row * row_stride),
+            tl.load(lengths + lane), PURPOSE,
         )
-        found = _collect(
-            logits + lane * stride, listed + lane * LISTED, tl.minimum(count, LISTED),
-            bits_out + lane * CANDIDATES, ids_out + lane * CANDIDATES, highest, cold, cut, top_k,
-            VOCAB, CHUNK, CANDIDATES, SMALL_TOP_K, SMALL_CANDIDATES,
+        chosen = _pick_among_few(
+            logits + lane * stride, chunk_best + lane * CHUNKS, listed + lane * LISTED,
+            bits_out + lane * CANDIDATES, ids_out + lane * CANDIDATES, highest, cold, mass, top_k, top_p,
+            min_p, key0, key1, VOCAB, CHUNKS, CHUNKS_PAD, CHUNK, LISTED, CANDIDATES, FEW_CHUNKS, SMALL_TOP_K,
+            SMALL_CANDIDATES,
         )
-        tl.debug_barrier()
-        place = tl.arange(0, CANDIDATES)
-        bits = tl.load(bits_out + lane * CANDIDATES + place, mask=place < found, other=FAR)
-        token = tl.load(ids_out + lane * CANDIDATES + place, mask=place < found, other=0)
-        weight = tl.where(bits < FAR, tl.exp(-bits.to(tl.float32, bitcast=True)), 0.0)
-        reached = (min_p <= 0.0) & (top_p < 1.0) & (tl.sum(weight, 0) >= top_p * mass)
-        enough = complete | tl.where(top_k > 0, found >= top_k, reached)
-        if enough & (count <= LISTED) & (found <= CANDIDATES):
-            key0, key1 = lane_key(
-                tl.load(seeds_lo + row * row_stride), tl.load(seeds_hi + row * row_stride),
-                tl.load(lengths + lane), PURPOSE,
-            )
-            target = tl.where(complete | (top_k > 0), -1.0, top_p * mass)
-            chosen = draw_among(bits, token, top_k, top_p, target, key0, key1)
-            tl.store(token_out + lane, chosen)
-        else:
-            tl.store(wide_out + lane, 1)
+        tl.store(token_out + lane, tl.maximum(chosen, 0))
+        tl.store(wide_out + lane, (chosen < 0).to(tl.int32))
+
+
+@jit
+def _pick_among_few(
+    logits: Arg, chunk_best: Arg, listed: Arg, bits_out: Arg, ids_out: Arg, highest: Arg, cold: Arg,
+    mass: Arg, top_k: Arg, top_p: Arg, min_p: Arg, key0: Arg, key1: Arg,
+    VOCAB: tl.constexpr, CHUNKS: tl.constexpr, CHUNKS_PAD: tl.constexpr, CHUNK: tl.constexpr,
+    LISTED: tl.constexpr, CANDIDATES: tl.constexpr, FEW_CHUNKS: tl.constexpr, SMALL_TOP_K: tl.constexpr,
+    SMALL_CANDIDATES: tl.constexpr,
+) -> Any:
+    """The token, or -1 where the candidates do not suffice. mass: the row's whole weight, used where top_p is
+    alone."""
+    cut, complete, count = _list_chunks(
+        chunk_best, listed, highest, cold, top_k, farthest_bits(min_p),
+        CHUNKS, CHUNKS_PAD, LISTED, FEW_CHUNKS, SMALL_TOP_K, SMALL_CANDIDATES,
+    )
+    found = _collect(
+        logits, listed, tl.minimum(count, LISTED), bits_out, ids_out, highest, cold, cut, top_k,
+        VOCAB, CHUNK, CANDIDATES, SMALL_TOP_K, SMALL_CANDIDATES,
+    )
+    tl.debug_barrier()
+    place = tl.arange(0, CANDIDATES)
+    bits = tl.load(bits_out + place, mask=place < found, other=FAR)
+    token = tl.load(ids_out + place, mask=place < found, other=0)
+    weight = tl.where(bits < FAR, tl.exp(-bits.to(tl.float32, bitcast=True)), 0.0)
+    # With min_p on, the weight that top_p is a part of is known only where all that min_p leaves is here.
+    reached = (min_p <= 0.0) & (top_p < 1.0) & (tl.sum(weight, 0) >= top_p * mass)
+    enough = complete | tl.where(top_k > 0, found >= top_k, reached)
+    chosen = count * 0 - 1
+    if enough & (count <= LISTED) & (found <= CANDIDATES):
+        target = tl.where(complete | (top_k > 0), -1.0, top_p * mass)
+        chosen = draw_among(bits, token, top_k, top_p, target, key0, key1)
+    return chosen
 
 
 @jit
