@@ -73,10 +73,10 @@ def choose_linear_config(
         return None
     if rows > 64 and op != "add" and outputs < 1 << 16:
         return None
-    return _few_rows(op, rows, outputs, inputs) if rows <= 16 else _more_rows(op, rows, outputs, inputs)
+    return _few_rows(rows, outputs, inputs) if rows <= 16 else _more_rows(op, rows, outputs, inputs)
 
 
-def _few_rows(op: Op, rows: int, outputs: int, inputs: int) -> LinearConfig:
+def _few_rows(rows: int, outputs: int, inputs: int) -> LinearConfig:
     """About as many programs as an H200 has multiprocessors, or a few times that, each with all its weights
     in flight at once."""
     rows, early = next_power_of_2(rows), rows == 1
