@@ -20,7 +20,7 @@ KINDS = {
     "sampled": dict(temperature=0.9, top_k=20, top_p=0.9, min_p=0.01),
     "penalties": dict(temperature=0.8, repetition_penalty=1.2, frequency_penalty=0.3, presence_penalty=0.2),
     "logprobs": dict(temperature=0.7, logprobs=5),
-    "edited": dict(temperature=1.0, logit_bias={5: 4.0}, min_tokens=40, stop_token_ids=[7]),
+    "edited": dict(temperature=1.0, logit_bias={5: 4.0}, min_tokens=119, stop_token_ids=[7]),
     "prompt logprobs": dict(temperature=0.0, prompt_logprobs=3),
 }
 LOADS = {
