@@ -109,7 +109,9 @@ class BucketTick:
         hidden_TH = self._model.forward(inputs.token_T, inputs.position_T, self._attention.bind(batch))
         if not shape.decode:
             self._hidden_TH[: shape.tokens].copy_(hidden_TH)
-            hidden_TH = hidden_TH[(inputs.query_start_L1[1:] - 1).long()]
+            # The clamp is for trials that compute nothing (kernels/precompile.py).
+            last_L = (inputs.query_start_L1[1:] - 1).clamp_(0, shape.tokens - 1)
+            hidden_TH = hidden_TH.index_select(0, last_L)
         logits_LV = self._model.logits(hidden_TH)
         sampling = SampleBatch(inputs.row_L, inputs.length_L, columns, {})
         sampled = self._pipeline.sample_all(logits_LV, sampling, shape.stage)

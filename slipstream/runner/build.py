@@ -32,7 +32,7 @@ from slipstream.runner.memory_cuda import CudaMemory
 from slipstream.runner.runner import ModelRunner
 from slipstream.runner.shapes import Shapes
 from slipstream.runner.tick import EagerTick, Tick
-from slipstream.runner.warmup import warm_up
+from slipstream.runner.warmup import Compiling, warm_up
 from slipstream.sampling.pipeline import Pipeline, default_features
 
 log = logging.getLogger("slipstream.runner")
@@ -83,16 +83,28 @@ def build_runner(plan: EnginePlan) -> BuiltRunner:
     """Load, profile, size, allocate. Raises ValueError where the plan cannot be honoured."""
     device = torch.device(plan.device)
     stream: Stream = CudaStream(device) if device.type == "cuda" else CpuStream()
-    build = _build_bucketed if plan.attention_backend == "triton" else _build_eager
+    bucketed = plan.attention_backend == "triton"
+    compiling = Compiling(_kernel_facts(plan), device) if bucketed else None
     try:
         # Torch keeps a team of OpenMP threads for every thread that computes, be it a fill with zeros. Two
         # teams outnumber the cores, and then their waits sleep instead of spinning: steps took 1.8 times as
         # long. So all that computes runs on the stream's thread, from the first weight on.
         parts = cast(Parts, stream.submit(functools.partial(make_parts, plan, device)).wait())
-        return build(parts, stream)
+        return _build_eager(parts, stream) if compiling is None else _build_bucketed(parts, stream, compiling)
     except Exception:
+        if compiling is not None:
+            compiling.stop()
         stream.close()
         raise
+
+
+def _kernel_facts(plan: EnginePlan) -> str:
+    """What decides which kernels are compiled, and for which sizes."""
+    names = (
+        "spec", "dtype", "max_model_len", "max_num_seqs", "max_num_batched_tokens", "block_size",
+        "max_logprobs", "kv_cache_dtype", "batch_invariant", "graph_sizes", "token_buckets",
+    )
+    return " ".join(f"{name}={getattr(plan, name)}" for name in names)
 
 
 def make_parts(plan: EnginePlan, device: torch.device) -> Parts:
@@ -186,11 +198,12 @@ def make_bucketed(parts: Parts) -> Bucketed:
     return Bucketed(attention, shapes, tick)
 
 
-def _build_bucketed(parts: Parts, stream: Stream) -> BuiltRunner:
+def _build_bucketed(parts: Parts, stream: Stream, compiling: Compiling) -> BuiltRunner:
     def prepare() -> tuple[BucketTick, MemoryPlan]:
         made = make_bucketed(parts)
         shapes = made.shapes.all()
-        return made.tick, warm_up(parts.plan, made.attention, made.tick, shapes, parts.device)
+        memory = warm_up(parts.plan, made.attention, made.tick, shapes, compiling, parts.device)
+        return made.tick, memory
 
     tick, memory = cast(tuple[BucketTick, MemoryPlan], stream.submit(prepare).wait())
     return parts.built(parts.runner(tick, stream), memory)

@@ -40,17 +40,11 @@ class Graphs:
         graph.replay()
         return scores
 
-    def try_kinds(self, shapes: Iterable[Shape]) -> None:
-        """Run, on the stream, a shape of every kind: compiles what capture needs. Lanes must point nowhere.
-
-        Shapes alike in all but size run the same kernels, and their tiles change but a few times.
-        """
-        tried: set[tuple[bool, str, int, int]] = set()
+    def try_all(self, shapes: Iterable[Shape]) -> None:
+        """Run every shape once, on the stream, whose lanes must point nowhere: kernels are loaded, libraries
+        get their handles."""
         for shape in shapes:
-            kind = (shape.decode, shape.stage, shape.num_logprobs, shape.tokens.bit_length())
-            if kind not in tried:
-                tried.add(kind)
-                self._body(shape)
+            self._body(shape)
 
     def captured(self, shape: Shape, pool: Pool) -> Captured:
         """A graph of the step, made on the current stream; its memory comes from the pool."""

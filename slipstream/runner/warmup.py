@@ -4,19 +4,46 @@ stream's thread, and may wait for the device."""
 from __future__ import annotations
 
 import functools
-from collections.abc import Sequence
+import logging
+from collections.abc import Callable, Sequence
 
 import torch
 
 from slipstream.attention.protocol import AttentionBackend
 from slipstream.config.plan import EnginePlan
+from slipstream.kernels.precompile import Finished, Workers, list_launches
 from slipstream.runner.bucket_tick import BucketTick
 from slipstream.runner.memory import MemoryPlan, settle, size_kv_pool
 from slipstream.runner.memory_cuda import CudaMemory
 from slipstream.runner.shapes import Shape
 
+log = logging.getLogger("slipstream.runner")
+
 # The pool while shapes are tried, before it has its size.
 TRIAL_BLOCKS = 2
+
+
+class Compiling:
+    """Workers for a first start, which import what they need while weights are loaded; nothing for later
+    ones. facts: what decides which kernels an engine has."""
+
+    def __init__(self, facts: str, device: torch.device) -> None:
+        facts = f"{facts} {torch.cuda.get_device_capability(device)}"
+        self._finished = Finished(facts)
+        self._workers = None if self._finished else Workers(torch.cuda.get_device_capability(device))
+
+    def compile(self, trial: Callable[[], None]) -> None:
+        """Everything that trial launches."""
+        if self._workers is not None:
+            launches = list_launches(trial)
+            log.info("compiling %d kernels, once for this machine", len(launches))
+            self._workers.compile(launches)
+            self._finished.mark()
+
+    def stop(self) -> None:
+        """After a failure."""
+        if self._workers is not None:
+            self._workers.stop()
 
 
 def warm_up(
@@ -24,11 +51,13 @@ def warm_up(
     attention: AttentionBackend,
     tick: BucketTick,
     shapes: Sequence[Shape],
+    compiling: Compiling,
     device: torch.device,
 ) -> MemoryPlan:
     """shapes: the largest first. Raises ValueError where not one request fits beside what was measured."""
     attention.allocate(TRIAL_BLOCKS)
     tick.point_all_lanes_nowhere()
+    compiling.compile(lambda: tick.graphs.try_all(shapes))
     memory = CudaMemory(device)
     largest = max(shapes, key=lambda shape: (shape.tokens, shape.num_logprobs))
 
@@ -39,7 +68,7 @@ def warm_up(
     memory.profile(try_largest)
     captured = shapes if plan.graph_sizes else ()
     if captured:
-        tick.graphs.try_kinds(captured)
+        tick.graphs.try_all(captured)
         trials = (shapes[0], shapes[len(shapes) // 2], shapes[-1])
         pool = torch.cuda.graph_pool_handle()
         captures = [functools.partial(tick.graphs.captured, shape, pool) for shape in trials]
