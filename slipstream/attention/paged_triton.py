@@ -145,9 +145,7 @@ class PagedTritonStep:
         return self._work[key]
 
     def _list_tiles(self, queries: int, num_tokens: int) -> QueryTiles:
-        start_L1 = self._lanes.query_start_L1
-        assert start_L1 is not None
         if queries not in self._tiles:
             least = 1 if self._backend.batch_invariant else 2
-            self._tiles[queries] = list_tiles(start_L1, num_tokens, queries, least)
+            self._tiles[queries] = list_tiles(self._lanes, num_tokens, queries, least)
         return self._tiles[queries]

@@ -39,25 +39,40 @@ class LayerAttention:
 
 
 @jit
-def base2_scores(raw: Arg, scale: Arg, soft_cap: Arg, CAPPED: tl.constexpr) -> Any:
-    """q.k to scores in base 2. scale: with log2 e in it, unless capped."""
-    if CAPPED:
-        # cap * tanh(x / cap) = cap - 2 cap / (exp(2 x / cap) + 1), times log2 e
-        return soft_cap * (1.0 - 2.0 / (tl.exp(raw * scale) + 1.0))
-    return raw * scale
+def block_and_place(tile: Arg, TILE: tl.constexpr, BLOCK_SIZE: tl.constexpr) -> Any:
+    """Which of a row's blocks a tile's keys are in, and where in them."""
+    key = tl.arange(0, TILE)
+    if TILE % BLOCK_SIZE == 0:  # the place is then the same in every tile
+        return tile * (TILE // BLOCK_SIZE) + key // BLOCK_SIZE, key % BLOCK_SIZE
+    key += tile * TILE
+    return key // BLOCK_SIZE, key % BLOCK_SIZE
 
 
 @jit
-def softmax_step(score: Arg, top: Arg, total: Arg) -> Any:
-    """Weights of one tile [rows, keys], the factor for what was summed before, and the new top and total."""
-    new_top = tl.maximum(top, tl.max(score, 1))
-    weight = tl.exp2(score - new_top[:, None])
+def capped_scores(raw: Arg, scale: Arg, soft_cap: Arg, CAPPED: tl.constexpr) -> Any:
+    """q.k as softmax_step takes it: in base 2 where capped, else as it is."""
+    if CAPPED:
+        # cap * tanh(x / cap) = cap - 2 cap / (exp(2 x / cap) + 1), times log2 e
+        return soft_cap * (1.0 - 2.0 / (tl.exp(raw * scale) + 1.0))
+    return raw
+
+
+@jit
+def softmax_step(score: Arg, scale: Arg, top: Arg, total: Arg, CAPPED: tl.constexpr) -> Any:
+    """Weights of one tile [rows, keys], the factor for what was summed before, and the new top and total.
+    Scaling is part of the exponent's multiply-add."""
+    if CAPPED:
+        new_top = tl.maximum(top, tl.max(score, 1))
+        weight = tl.exp2(score - new_top[:, None])
+    else:
+        new_top = tl.maximum(top, tl.max(score, 1) * scale)
+        weight = tl.exp2(score * scale - new_top[:, None])
     factor = tl.exp2(top - new_top)
     return weight, factor, new_top, total * factor + tl.sum(weight, 1)
 
 
 def score_factors(shape: LayerAttention) -> tuple[float, float]:
-    """The scale and soft_cap arguments of base2_scores."""
+    """The scale (log2 e in it, unless capped) and soft_cap of the functions above."""
     if shape.soft_cap is None:
         return shape.scale * LOG2_E, 0.0
     return 2.0 * shape.scale / shape.soft_cap, shape.soft_cap * LOG2_E

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from slipstream.kernels.attention_common import FLOOR, base2_scores, softmax_step
+from slipstream.kernels.attention_common import FLOOR, block_and_place, capped_scores, softmax_step
 from slipstream.kernels.backend import Arg, jit, tl
 from slipstream.kernels.qkv_write import head_norm, rotate_halves
 
@@ -38,6 +38,10 @@ def attend_piece(
     head = (kv_head * GROUP + member)[:, None]
     in_group = (member < GROUP)[:, None] & (column < HEAD // 2)
     low, stored, _, _ = tile_span(length, TILE, WINDOW, FROM_QKV)
+    # Asked for before all else: addresses of keys wait for them.
+    block_row = blocks + row * blocks_stride
+    here, _ = block_and_place(begin, TILE, BLOCK_SIZE)
+    block = tl.load(block_row + here, mask=begin * TILE + tl.arange(0, TILE) < stored, other=0)
     at = source + token * token_stride + column
     q_low = tl.load(at + head * head_stride, mask=in_group, other=0.0)
     q_high = tl.load(at + head * head_stride + HEAD // 2, mask=in_group, other=0.0)
@@ -60,7 +64,7 @@ def attend_piece(
         acc_high = tl.zeros([ROWS, HALF_PAD], tl.float32)
     top, total, acc_low, acc_high = _attend_tiles(
         begin, end, low, stored, q_low, q_high, top, total, acc_low, acc_high,
-        keys, values, blocks + row * blocks_stride, kv_head, column, scale, soft_cap,
+        keys, values, block, block_row, kv_head, column, scale, soft_cap,
         KV_HEADS, HEAD, BLOCK_SIZE, TILE, WINDOW, CAPPED,
     )
     _finish(
@@ -145,7 +149,8 @@ def _own_key(
         tl.store(values + place + HEAD // 2, v_high, mask=in_half)
     raw = tl.sum(q_low.to(tl.float32) * k_low.to(tl.float32), 1)
     raw += tl.sum(q_high.to(tl.float32) * k_high.to(tl.float32), 1)
-    top = tl.where(is_first, base2_scores(raw, scale, soft_cap, CAPPED), FLOOR)
+    score = capped_scores(raw, scale, soft_cap, CAPPED)
+    top = tl.where(is_first, score if CAPPED else score * scale, FLOOR)
     total = tl.where(is_first, tl.full(top.shape, 1.0, tl.float32), 0.0)
     acc_low = tl.where(is_first, tl.broadcast_to(v_low.to(tl.float32), q_low.shape), 0.0)
     acc_high = tl.where(is_first, tl.broadcast_to(v_high.to(tl.float32), q_high.shape), 0.0)
@@ -155,23 +160,23 @@ def _own_key(
 @jit
 def _attend_tiles(
     begin: Arg, end: Arg, low: Arg, stored: Arg, q_low: Arg, q_high: Arg, top: Arg, total: Arg,
-    acc_low: Arg, acc_high: Arg, keys: Arg, values: Arg, block_row: Arg, kv_head: Arg, column: Arg,
-    scale: Arg, soft_cap: Arg,
+    acc_low: Arg, acc_high: Arg, keys: Arg, values: Arg, block: Arg, block_row: Arg, kv_head: Arg,
+    column: Arg, scale: Arg, soft_cap: Arg,
     KV_HEADS: tl.constexpr, HEAD: tl.constexpr, BLOCK_SIZE: tl.constexpr, TILE: tl.constexpr,
     WINDOW: tl.constexpr, CAPPED: tl.constexpr,
 ) -> Any:
-    """Online softmax over the keys of tiles begin .. end - 1. Block ids are read a tile ahead: as part of the
-    same step they would take a stage of the pipeline from the keys."""
-    key = begin * TILE + tl.arange(0, TILE)
-    block = tl.load(block_row + key // BLOCK_SIZE, mask=key < stored, other=0)
+    """Online softmax over the keys of tiles begin .. end - 1; block: ids of the first tile's. They are read a
+    tile ahead: as part of the same step they would take a stage of the pipeline from the keys."""
     for tile in range(begin, end):
         key = tile * TILE + tl.arange(0, TILE)
         seen = key < stored
         if WINDOW:
             seen = seen & (key >= low)
-        place = ((block.to(tl.int64) * KV_HEADS + kv_head) * BLOCK_SIZE + key % BLOCK_SIZE) * HEAD
-        block = tl.load(block_row + (key + TILE) // BLOCK_SIZE, mask=key + TILE < stored, other=0)
-        at = place[:, None] + column
+        _, place = block_and_place(tile, TILE, BLOCK_SIZE)
+        place = (kv_head * BLOCK_SIZE + place) * HEAD
+        at = (block.to(tl.int64) * (KV_HEADS * BLOCK_SIZE * HEAD) + place)[:, None] + column
+        following, _ = block_and_place(tile + 1, TILE, BLOCK_SIZE)
+        block = tl.load(block_row + following, mask=key + TILE < stored, other=0)
         inside = seen[:, None] & (column < HEAD // 2)
         k_low = tl.load(keys + at, mask=inside, other=0.0).to(q_low.dtype)
         k_high = tl.load(keys + at + HEAD // 2, mask=inside, other=0.0).to(q_low.dtype)
@@ -179,8 +184,8 @@ def _attend_tiles(
         v_high = tl.load(values + at + HEAD // 2, mask=inside, other=0.0).to(q_low.dtype)
         raw = tl.dot(q_low, tl.trans(k_low), input_precision="ieee")
         raw = tl.dot(q_high, tl.trans(k_high), raw, input_precision="ieee")
-        score = tl.where(seen[None, :], base2_scores(raw, scale, soft_cap, CAPPED), float("-inf"))
-        weight, factor, top, total = softmax_step(score, top, total)
+        score = tl.where(seen[None, :], capped_scores(raw, scale, soft_cap, CAPPED), float("-inf"))
+        weight, factor, top, total = softmax_step(score, scale, top, total, CAPPED)
         weight = weight.to(q_low.dtype)
         acc_low = tl.dot(weight, v_low, acc_low * factor[:, None], input_precision="ieee")
         acc_high = tl.dot(weight, v_high, acc_high * factor[:, None], input_precision="ieee")

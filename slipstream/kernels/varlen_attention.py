@@ -21,7 +21,8 @@ from slipstream.kernels.attention_common import (
     MIN_ROWS,
     LayerAttention,
     attend_reference,
-    base2_scores,
+    block_and_place,
+    capped_scores,
     score_factors,
     softmax_step,
 )
@@ -46,12 +47,14 @@ LIST_AT_ONCE = 32
 
 @dataclass(frozen=True, slots=True)
 class VarlenConfig:
-    """rows: queries of a tile times heads of a group, at least the group; tile: keys of one loop step."""
+    """rows: queries of a tile times heads of a group, at least the group; tile: keys of one loop step.
+    registers: most of a thread, so that two programs may share a multiprocessor, or None."""
 
     rows: int
     tile: int
     warps: int
     stages: int
+    registers: int | None = None
 
     def queries(self, shape: LayerAttention) -> int:
         """Queries of a tile."""
@@ -73,41 +76,49 @@ def choose_varlen(shape: LayerAttention, dtype: torch.dtype, all_lanes: bool = F
 
 @dataclass(frozen=True, slots=True)
 class QueryTiles:
-    """int32 [X] each: a tile's lane, -1 where there is no work, and its first query within the lane."""
+    """int32 [X] each: a tile's lane, -1 where there is no work, and its first query within the lane.
+
+    Tiles that see the most keys come first, by eighths of a power of two, so that the last to run are short;
+    among equals a lane's tiles are neighbours, so that they find its keys in the L2 cache.
+    """
 
     lane_X: Tensor
     first_X: Tensor
 
 
-def list_tiles(query_start_L1: Tensor, num_tokens: int, queries: int, least: int = 2) -> QueryTiles:
-    """The tiles of `queries` tokens of every lane that has at least `least`. query_start_L1: int32; X is
-    num_tokens // queries + L, enough for any lengths that add up to num_tokens."""
-    if query_start_L1.dim() != 1 or query_start_L1.dtype != torch.int32 or queries < 1:
+def list_tiles(lanes: PagedLanes, num_tokens: int, queries: int, least: int = 2) -> QueryTiles:
+    """The tiles of `queries` tokens of every lane that has at least `least`. X is num_tokens // queries + L,
+    enough for any lengths that add up to num_tokens."""
+    lanes.check()
+    start_L1 = lanes.query_start_L1
+    if start_L1 is None or start_L1.dtype != torch.int32 or queries < 1:
         raise ValueError("query_start must be int32 [L + 1], queries at least 1")
-    if not use_triton(query_start_L1):
-        return list_tiles_reference(query_start_L1, num_tokens, queries, least)
-    lanes = query_start_L1.shape[0] - 1
-    count = num_tokens // queries + lanes
-    lane_X, first_X = query_start_L1.new_empty(count), query_start_L1.new_empty(count)
-    _list_kernel[(ceil_div(count, LIST_AT_ONCE),)](
-        query_start_L1, lane_X, first_X, lanes, count,
-        QUERIES=queries, LEAST=least, LANES=max(FEW_LANES, next_power_of_2(lanes)), TILES=LIST_AT_ONCE,
-        **pdl_options(lane_X), num_warps=4,
+    if not use_triton(start_L1):
+        return list_tiles_reference(lanes, num_tokens, queries, least)
+    count = lanes.row_L.shape[0]
+    size = num_tokens // queries + count
+    tiles = QueryTiles(start_L1.new_empty(size), start_L1.new_empty(size))
+    _list_kernel[(ceil_div(size, LIST_AT_ONCE),)](
+        start_L1, lanes.length_L, tiles.lane_X, tiles.first_X, count, size,
+        QUERIES=queries, LEAST=least, LANES=max(FEW_LANES, next_power_of_2(count)), TILES=LIST_AT_ONCE,
+        **pdl_options(start_L1), num_warps=4,
     )
-    return QueryTiles(lane_X, first_X)
+    return tiles
 
 
-def list_tiles_reference(query_start_L1: Tensor, num_tokens: int, queries: int, least: int) -> QueryTiles:
-    """The same in torch operations."""
-    lanes = query_start_L1.shape[0] - 1
-    count_L = query_start_L1.diff()
-    tiles_L = torch.where(count_L >= least, (count_L + queries - 1) // queries, 0)
-    end_L = tiles_L.cumsum(0)
-    place_X = torch.arange(num_tokens // queries + lanes, device=query_start_L1.device)
-    lane_X = torch.searchsorted(end_L, place_X, right=True)
-    safe_X = lane_X.clamp(max=lanes - 1)
-    first_X = (place_X - end_L[safe_X] + tiles_L[safe_X]) * queries
-    return QueryTiles(torch.where(lane_X < lanes, lane_X, -1).int(), first_X.int())
+def list_tiles_reference(lanes: PagedLanes, num_tokens: int, queries: int, least: int) -> QueryTiles:
+    """The same by sorting."""
+    assert lanes.query_start_L1 is not None
+    found = []
+    for lane, count in enumerate(lanes.query_start_L1.diff().tolist()):
+        for first in range(0, count if count >= least else 0, queries):
+            keys = max(int(lanes.length_L[lane]) - count, 0) + first + queries
+            step = 1 << max(keys.bit_length() - 4, 0)
+            found.append((-(keys // step * step), lane, -first))
+    size = num_tokens // queries + lanes.row_L.shape[0]
+    order = [(lane, -first) for _, lane, first in sorted(found)] + [(-1, 0)] * (size - len(found))
+    tile_X2 = torch.tensor(order, dtype=torch.int32, device=lanes.row_L.device).view(size, 2)
+    return QueryTiles(*(each.contiguous() for each in tile_X2.unbind(1)))
 
 
 def varlen_attention(
@@ -133,7 +144,7 @@ def varlen_attention(
         varlen_attention_reference(q_THD, tiles, lanes, pool, shape, config, out_THD)
         return
     scale, soft_cap = score_factors(shape)
-    _varlen_kernel[(tiles.lane_X.shape[0], shape.num_kv_heads)](
+    _varlen_kernel[(shape.num_kv_heads, tiles.lane_X.shape[0])](
         q_THD, out_THD, pool.keys, pool.values, tiles.lane_X, tiles.first_X,
         lanes.row_L, lanes.length_L, lanes.query_start_L1, lanes.blocks_RB,
         scale * pool.k_scale, soft_cap, pool.v_scale,
@@ -142,7 +153,7 @@ def varlen_attention(
         HEAD=shape.head_dim, HEAD_PAD=max(MIN_ROWS, next_power_of_2(shape.head_dim)),
         BLOCK_SIZE=pool.block_size, TILE=config.tile, WINDOW=shape.window or 0,
         CAPPED=shape.soft_cap is not None,
-        **pdl_options(out_THD), num_warps=config.warps, num_stages=config.stages,
+        **pdl_options(out_THD), num_warps=config.warps, num_stages=config.stages, maxnreg=config.registers,
     )
 
 
@@ -170,22 +181,36 @@ def varlen_attention_reference(
     )
 
 
-@jit_with(do_not_specialize=("lanes", "count"))
+@jit_with(do_not_specialize=("lanes", "size"))
 def _list_kernel(
-    query_start: Arg, lane_out: Arg, first_out: Arg, lanes: Arg, count: Arg,
+    query_start: Arg, lengths: Arg, lane_out: Arg, first_out: Arg, lanes: Arg, size: Arg,
     QUERIES: tl.constexpr, LEAST: tl.constexpr, LANES: tl.constexpr, TILES: tl.constexpr, PDL: tl.constexpr,
 ) -> None:
+    """Each tile's place is the count of those that come before it, lane by lane."""
     tile = tl.program_id(0) * TILES + tl.arange(0, TILES)
     lane = tl.arange(0, LANES)
     pdl_begin(PDL)
     begin = tl.load(query_start + lane, mask=lane < lanes, other=0)
-    length = tl.load(query_start + lane + 1, mask=lane < lanes, other=0) - begin
-    tiles = tl.where(length >= LEAST, tl.cdiv(length, QUERIES), 0)
+    count = tl.load(query_start + lane + 1, mask=lane < lanes, other=0) - begin
+    done = tl.maximum(tl.load(lengths + lane, mask=lane < lanes, other=0) - count, 0)[None, :]
+    tiles = tl.where(count >= LEAST, tl.cdiv(count, QUERIES), 0)
     before = (tl.cumsum(tiles, 0)[None, :] <= tile[:, None]) & (lane < lanes)[None, :]
     found = tl.sum(before.to(tl.int32), 1)
-    first = (tile - tl.sum(tl.where(before, tiles[None, :], 0), 1)) * QUERIES
-    tl.store(lane_out + tile, tl.where(found < lanes, found, -1), mask=tile < count)
-    tl.store(first_out + tile, first, mask=tile < count)
+    index = tile - tl.sum(tl.where(before, tiles[None, :], 0), 1)
+    own = lane[None, :] == found[:, None]
+    keys = tl.sum(tl.where(own, done, 0), 1) + (index + 1) * QUERIES
+    power = keys
+    for shift in tl.static_range(5):
+        power |= power >> (1 << shift)
+    step = tl.maximum((power + 1) >> 4, 1)
+    least = keys // step * step
+    # Of its own class, tiles of earlier lanes come before, those of later lanes do not.
+    edge = least[:, None] + tl.where(lane[None, :] < found[:, None], 0, step[:, None])
+    fewer = tl.cdiv(tl.maximum(edge - done, 1), QUERIES) - 1
+    ahead = tl.where(own, tiles[None, :] - 1 - index[:, None], tl.maximum(tiles[None, :] - fewer, 0))
+    place = tl.where(found < lanes, tl.sum(ahead, 1), tile)
+    tl.store(lane_out + place, tl.where(found < lanes, found, -1), mask=tile < size)
+    tl.store(first_out + place, tl.where(found < lanes, index * QUERIES, 0), mask=tile < size)
 
 
 @jit_with(do_not_specialize=("blocks_stride",))
@@ -197,9 +222,7 @@ def _varlen_kernel(
     HEAD: tl.constexpr, HEAD_PAD: tl.constexpr, BLOCK_SIZE: tl.constexpr, TILE: tl.constexpr,
     WINDOW: tl.constexpr, CAPPED: tl.constexpr, PDL: tl.constexpr,
 ) -> None:
-    # Late tiles see the most keys: they start first.
-    work = tl.num_programs(0) - 1 - tl.program_id(0)
-    kv_head = tl.program_id(1)
+    kv_head, work = tl.program_id(0), tl.program_id(1)
     pdl_begin(PDL)
     lane = tl.load(tile_lane + work)
     if lane < 0:
@@ -219,21 +242,10 @@ def _varlen_kernel(
     top = tl.full([ROWS], FLOOR, tl.float32)
     total = tl.zeros([ROWS], tl.float32)
     acc = tl.zeros([ROWS, HEAD_PAD], tl.float32)
-    block_row = blocks + row * blocks_stride
     earliest = length - count + first
-    last = tl.cdiv(tl.minimum(earliest + QUERIES, length), TILE)
-    # Tiles that every query sees whole need no mask.
-    if WINDOW:
-        whole = tl.maximum(earliest - WINDOW + 1, 0) // TILE
-    else:
-        whole = tl.minimum(tl.maximum(earliest + 1, 0) // TILE, last)
-        top, total, acc = _attend_tiles(
-            0, whole, length, position, q_tile, top, total, acc, keys, values, block_row, kv_head, column,
-            scale, soft_cap, KV_HEADS, HEAD, BLOCK_SIZE, TILE, WINDOW, CAPPED, False,
-        )
     top, total, acc = _attend_tiles(
-        whole, last, length, position, q_tile, top, total, acc, keys, values, block_row, kv_head, column,
-        scale, soft_cap, KV_HEADS, HEAD, BLOCK_SIZE, TILE, WINDOW, CAPPED, True,
+        earliest, length, position, q_tile, top, total, acc, keys, values, blocks + row * blocks_stride,
+        kv_head, column, scale, soft_cap, KV_HEADS, QUERIES, HEAD, BLOCK_SIZE, TILE, WINDOW, CAPPED,
     )
     # A dead lane's queries may see nothing.
     acc *= (v_scale / tl.where(total > 0.0, total, 1.0))[:, None]
@@ -243,32 +255,38 @@ def _varlen_kernel(
 
 @jit
 def _attend_tiles(
-    begin: Arg, end: Arg, length: Arg, position: Arg, q_tile: Arg, top: Arg, total: Arg, acc: Arg,
+    earliest: Arg, length: Arg, position: Arg, q_tile: Arg, top: Arg, total: Arg, acc: Arg,
     keys: Arg, values: Arg, block_row: Arg, kv_head: Arg, column: Arg, scale: Arg, soft_cap: Arg,
-    KV_HEADS: tl.constexpr, HEAD: tl.constexpr, BLOCK_SIZE: tl.constexpr, TILE: tl.constexpr,
-    WINDOW: tl.constexpr, CAPPED: tl.constexpr, MASKED: tl.constexpr,
+    KV_HEADS: tl.constexpr, QUERIES: tl.constexpr, HEAD: tl.constexpr, BLOCK_SIZE: tl.constexpr,
+    TILE: tl.constexpr, WINDOW: tl.constexpr, CAPPED: tl.constexpr,
 ) -> Any:
-    """Online softmax over the keys of tiles begin .. end - 1. Block ids are read a tile ahead; see
-    decode_attention."""
-    key = begin * TILE + tl.arange(0, TILE)
-    block = tl.load(block_row + key // BLOCK_SIZE, mask=key < length, other=0)
+    """Online softmax over all keys that the tile's queries see; earliest: the first one's position. Block ids
+    are read a tile ahead; see decode_piece."""
+    end = tl.cdiv(tl.minimum(earliest + QUERIES, length), TILE)
+    # Tiles that every query sees whole, clear .. whole - 1, need no mask.
+    begin, clear, whole = 0, 0, tl.maximum(earliest + 1, 0) // TILE
+    if WINDOW:
+        begin = tl.maximum(earliest - WINDOW + 1, 0) // TILE
+        clear = tl.cdiv(tl.maximum(earliest + QUERIES - WINDOW, 0), TILE)
+    here, _ = block_and_place(begin, TILE, BLOCK_SIZE)
+    block = tl.load(block_row + here, mask=begin * TILE + tl.arange(0, TILE) < length, other=0)
     for tile in range(begin, end):
         key = tile * TILE + tl.arange(0, TILE)
-        stored = key < length if MASKED else key >= 0
-        place = ((block.to(tl.int64) * KV_HEADS + kv_head) * BLOCK_SIZE + key % BLOCK_SIZE) * HEAD
-        block = tl.load(block_row + (key + TILE) // BLOCK_SIZE, mask=key + TILE < length, other=0)
-        at = place[:, None] + column
-        inside = stored[:, None] & (column < HEAD)
+        _, place = block_and_place(tile, TILE, BLOCK_SIZE)
+        place = (kv_head * BLOCK_SIZE + place) * HEAD
+        at = (block.to(tl.int64) * (KV_HEADS * BLOCK_SIZE * HEAD) + place)[:, None] + column
+        following, _ = block_and_place(tile + 1, TILE, BLOCK_SIZE)
+        block = tl.load(block_row + following, mask=key + TILE < length, other=0)
+        inside = (key < length)[:, None] & (column < HEAD)
         k_tile = tl.load(keys + at, mask=inside, other=0.0).to(q_tile.dtype)
         v_tile = tl.load(values + at, mask=inside, other=0.0).to(q_tile.dtype)
-        score = base2_scores(
-            tl.dot(q_tile, tl.trans(k_tile), input_precision="ieee"), scale, soft_cap, CAPPED
-        )
-        if MASKED:
-            seen = (key[None, :] <= position[:, None]) & stored[None, :]
+        raw = tl.dot(q_tile, tl.trans(k_tile), input_precision="ieee")
+        score = capped_scores(raw, scale, soft_cap, CAPPED)
+        if (tile >= whole) | (tile < clear):
+            seen = key[None, :] <= position[:, None]
             if WINDOW:
                 seen = seen & (key[None, :] > position[:, None] - WINDOW)
             score = tl.where(seen, score, float("-inf"))
-        weight, factor, top, total = softmax_step(score, top, total)
+        weight, factor, top, total = softmax_step(score, scale, top, total, CAPPED)
         acc = tl.dot(weight.to(q_tile.dtype), v_tile, acc * factor[:, None], input_precision="ieee")
     return top, total, acc

@@ -130,9 +130,7 @@ def mixed_error(shape: LayerAttention, dtype: torch.dtype) -> float:
                 q, case.lanes, case.pool, shape, config, scratch_for(len(MIXED), shape, config.splits), out
             )
         varlen = choose_varlen(shape, dtype, all_lanes)
-        start = case.lanes.query_start_L1
-        assert start is not None
-        tiles = list_tiles(start, len(q), varlen.queries(shape), 1 if all_lanes else 2)
+        tiles = list_tiles(case.lanes, len(q), varlen.queries(shape), 1 if all_lanes else 2)
         varlen_attention.varlen_attention(q, tiles, case.lanes, case.pool, shape, varlen, out)
         errors.append(error_of(out, case.expected()))
     return max(errors)

@@ -22,7 +22,7 @@ from slipstream.kernels import (
     varlen_attention,
 )
 from slipstream.kernels.attention_common import LayerAttention
-from slipstream.kernels.decode_attention import DecodeConfig, DecodeScratch, choose_decode
+from slipstream.kernels.decode_config import DecodeConfig, DecodeScratch, choose_decode
 from slipstream.kernels.paged import PagedLanes, PagedPool
 from slipstream.kernels.qkv_write import HeadPrep
 from slipstream.kernels.varlen_attention import choose_varlen, list_tiles
@@ -116,7 +116,7 @@ def varlen_runs(lanes: int, tokens: int, context: int) -> list[Callable[[], obje
     paged = PagedLanes(load.paged.row_L, load.paged.length_L, load.paged.blocks_RB, start)
     q = torch.randn(lanes * tokens, 16, 128, device=CUDA, dtype=BF16)
     config = choose_varlen(QWEN, BF16)
-    tiles, out = list_tiles(start, len(q), config.queries(QWEN)), torch.empty_like(q)
+    tiles, out = list_tiles(paged, len(q), config.queries(QWEN)), torch.empty_like(q)
     return [
         lambda p=pool: varlen_attention.varlen_attention(q, tiles, paged, p, QWEN, config, out)
         for pool in load.pools[:4]

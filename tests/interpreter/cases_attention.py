@@ -1,5 +1,7 @@
 """Attention kernels and their torch references against float64 formulas, in Triton's interpreter."""
 
+import itertools
+
 import pytest
 import torch
 from kernel_cases import attention_case, with_float8_pool
@@ -141,7 +143,7 @@ def test_shares_have_every_tile_once_and_near_equal_counts(seed, mixed, window, 
 def test_varlen_attends_each_query_to_the_keys_before_it(shape, config, least):
     case = attention_case(shape, MIXED, seed=2, mixed=True).with_step_stored()
     q = case.q_prepared.float()
-    tiles = list_tiles(case.lanes.query_start_L1, len(q), config.queries(shape), least)
+    tiles = list_tiles(case.lanes, len(q), config.queries(shape), least)
     listed = torch.bincount(case.lane_T)[case.lane_T] >= least
     for run in (varlen_attention, varlen_attention_reference):
         out = torch.full(q.shape, float("nan"))
@@ -152,22 +154,27 @@ def test_varlen_attends_each_query_to_the_keys_before_it(shape, config, least):
 
 @pytest.mark.parametrize("seed", range(4))
 @pytest.mark.parametrize("least", [1, 2])
-def test_tiles_cover_every_query_of_the_listed_lanes_once(seed, least):
+def test_tiles_cover_every_query_of_the_listed_lanes_once_and_the_longest_come_first(seed, least):
     generator = torch.Generator().manual_seed(seed)
     count_L = torch.randint(0 if least == 2 else 1, 12, (13,), generator=generator)
     start = torch.cat((torch.zeros(1, dtype=torch.int64), count_L.cumsum(0))).int()
+    done_L = torch.randint(0, [1, 5, 90, 3000][seed], (13,), generator=generator)
+    lanes = PagedLanes(torch.arange(13), (count_L + done_L).int(), torch.zeros(13, 1).int(), start)
     tokens = int(count_L.sum()) + seed
-    for tiles in (list_tiles(start, tokens, 3, least), list_tiles_reference(start, tokens, 3, least)):
-        assert len(tiles.lane_X) == tokens // 3 + 13
-        seen = [
-            (lane, query)
-            for lane, first in zip(tiles.lane_X.tolist(), tiles.first_X.tolist(), strict=True)
-            for query in range(first, first + 3)
-            if lane >= 0 and query < count_L[lane]
-        ]
-        listed = [(lane, q) for lane, n in enumerate(count_L.tolist()) if n >= least for q in range(n)]
-        assert seen == listed
-        assert len(set(seen)) == len(seen)
+    lists = [f(lanes, tokens, 3, least) for f in (list_tiles, list_tiles_reference)]
+    assert torch.equal(lists[0].lane_X, lists[1].lane_X)
+    assert torch.equal(lists[0].first_X, lists[1].first_X)
+    assert len(lists[0].lane_X) == tokens // 3 + 13
+    tiles = list(zip(lists[0].lane_X.tolist(), lists[0].first_X.tolist(), strict=True))
+    seen = sorted(
+        (lane, query)
+        for lane, first in tiles
+        for query in range(first, first + 3)
+        if lane >= 0 and query < count_L[lane]
+    )
+    assert seen == [(lane, q) for lane, n in enumerate(count_L.tolist()) if n >= least for q in range(n)]
+    keys = [int(done_L[lane]) + first + 3 for lane, first in tiles if lane >= 0]
+    assert all(later <= 1.13 * max(earlier, 1) for earlier, later in itertools.pairwise(keys))
 
 
 @pytest.mark.parametrize("shape", SHAPES, ids=str)
