@@ -6,23 +6,11 @@ for the front end's process. """
 from __future__ import annotations
 
 import argparse
-import datetime
-import json
-import os
-import platform
-import sys
-from pathlib import Path
 from typing import Any
 
+from slipstream.cli.bench_report import PERCENTILES, add_report_flags, check_report, positive, write_report
+
 ROWS = (1, 64, 256, 1024)
-COLUMNS = ("median", "p90", "p99")
-
-
-def positive(text: str) -> int:
-    """A count of at least 1. Raises ArgumentTypeError."""
-    if not text.isdecimal() or int(text) < 1:
-        raise argparse.ArgumentTypeError(f"{text!r}: must be an integer of at least 1")
-    return int(text)
 
 
 def add_parser(subparsers: Any) -> None:
@@ -35,35 +23,33 @@ def add_parser(subparsers: Any) -> None:
         "--output-len", type=positive, default=None,
         help="mean tokens of a request, which another replaces when it ends (default: nobody ends)",
     )
-    parser.add_argument("--json", type=Path, default=None, metavar="FILE", help="write the figures to FILE")
+    add_report_flags(parser)
     parser.set_defaults(run=run)
 
 
 def run(args: argparse.Namespace) -> int:
-    """Prints a table; writes the JSON file, whose path is tried first."""
+    """Prints a table."""
     from slipstream.cli.step_load import PARTS, measure
 
-    if args.json is not None:
-        args.json.touch()
-    heads = "".join(f"{column:>9}" for column in COLUMNS)
+    check_report(args)
+    heads = "".join(f"{column:>9}" for column in PERCENTILES)
     print(f"{'rows':>5} {'part':<9}{heads}   microseconds a step")
     runs = []
     for rows in args.rows:
         runs.append(measure(rows, args.steps, args.output_len))
         for part in PARTS:
-            cells = "".join(f"{runs[-1][part][column]:>9.1f}" for column in COLUMNS)
+            cells = "".join(f"{runs[-1][part][column]:>9.1f}" for column in PERCENTILES)
             print(f"{rows if part == PARTS[0] else '':>5} {part:<9}{cells}", flush=True)
-    if args.json is not None:
-        args.json.write_text(json.dumps({"benchmark": "step", **_facts(), "runs": runs}, indent=1) + "\n")
+    write_report(args, "step", {"runs": runs}, lambda figure: draw(figure, runs))
     return 0
 
 
-def _facts() -> dict[str, Any]:
-    """How, where and when the figures were taken."""
-    return {
-        "command": " ".join(["slipstream", *sys.argv[1:]]),
-        "date": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
-        "machine": platform.processor() or platform.machine(),
-        "cores": os.cpu_count(),
-        "python": platform.python_version(),
-    }
+def draw(figure: Any, runs: list[dict[str, Any]]) -> None:
+    """Each part's median over rows."""
+    from slipstream.cli.step_load import PARTS
+
+    axes = figure.subplots()
+    for part in PARTS:
+        axes.plot([run["rows"] for run in runs], [run[part]["median"] for run in runs], "o-", label=part)
+    axes.set(xlabel="decoding rows", ylabel="microseconds, median", title="Host time of a step")
+    axes.legend()

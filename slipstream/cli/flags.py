@@ -91,11 +91,12 @@ def engine_args(options: argparse.Namespace) -> EngineArgs:
     )
 
 
-def add_sampling_flags(parser: argparse.ArgumentParser, max_tokens: int) -> None:
-    """One flag a sampling parameter that makes sense for a terminal. max_tokens: default of that flag."""
+def add_sampling_flags(parser: argparse.ArgumentParser, max_tokens: int | None) -> None:
+    """One flag a sampling parameter that makes sense for a terminal. max_tokens: default of that flag; None:
+    there is no such flag."""
     group = parser.add_argument_group("sampling")
     for rule in NUMBERS:
-        if rule.field in _NOT_ON_A_TERMINAL:
+        if rule.field in _NOT_ON_A_TERMINAL or (rule.field == "max_tokens" and max_tokens is None):
             continue
         default = max_tokens if rule.field == "max_tokens" else argparse.SUPPRESS
         group.add_argument(

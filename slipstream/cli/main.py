@@ -5,7 +5,7 @@ from __future__ import annotations
 import sys
 from collections.abc import Sequence
 
-from slipstream.cli import bench_step, chat, demo_model, generate, serve
+from slipstream.cli import bench_latency, bench_offline, bench_step, chat, demo_model, generate, serve
 from slipstream.cli.flags import Parser
 from slipstream.contracts.errors import EngineError
 from slipstream.observe.version import package_version
@@ -19,7 +19,9 @@ def build_parser() -> Parser:
     for command in (serve, generate, chat, demo_model):
         command.add_parser(commands)
     benches = commands.add_parser("bench", help="measure", description="Benchmarks.")
-    bench_step.add_parser(benches.add_subparsers(title="benchmarks", metavar="BENCHMARK", required=True))
+    kinds = benches.add_subparsers(title="benchmarks", metavar="BENCHMARK", required=True)
+    for bench in (bench_offline, bench_latency, bench_step):
+        bench.add_parser(kinds)
     return parser
 
 

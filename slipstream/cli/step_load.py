@@ -12,6 +12,7 @@ from typing import Any
 
 import numpy as np
 
+from slipstream.cli.bench_report import percentiles
 from slipstream.contracts.request import EngineRequest
 from slipstream.contracts.sampling_params import SamplingParams
 from slipstream.contracts.step import Finish, StepPlan, StepResult
@@ -45,8 +46,7 @@ def measure(rows: int, steps: int, output_len: int | None = None) -> dict[str, A
         "blocks_granted": granted,
     }
     for part, spent in zip(PARTS, times.T, strict=True):
-        median, p90, p99 = np.percentile(spent, (50, 90, 99)).tolist()
-        figures[part] = {"median": median, "p90": p90, "p99": p99}
+        figures[part] = percentiles(spent)
     return figures
 
 

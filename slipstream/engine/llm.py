@@ -12,7 +12,7 @@ import numpy as np
 from slipstream.config.args import EngineArgs
 from slipstream.contracts.errors import EngineError
 from slipstream.contracts.sampling_params import RequestOutputKind, SamplingParams
-from slipstream.engine.client import EngineClient
+from slipstream.engine.client import EngineClient, EngineInfo
 from slipstream.engine.input_processor import InputProcessor, Prompt, open_tokenizer
 from slipstream.engine.output_processor import OutputProcessor
 from slipstream.engine.outputs import RequestOutput
@@ -24,11 +24,16 @@ Message = Mapping[str, Any]
 UseTqdm = bool | Callable[..., Any]
 
 
+def _ignore(num_tokens: int) -> None:
+    """What is called after a step where nobody wants to know of it."""
+
+
 class LLM:
     """A model that answers lists of prompts.
 
     model: a Hugging Face folder or a GGUF file; every other keyword is a field of EngineArgs. Raises
-    TypeError for an unknown keyword, ValueError that names what cannot be honoured.
+    TypeError for an unknown keyword, ValueError that names what cannot be honoured. on_step: set it to be
+    called after every step with the number of tokens that it made.
     """
 
     def __init__(self, model: str, *, tokenizer: str | None = None, **engine_args: Any) -> None:
@@ -42,6 +47,7 @@ class LLM:
         self._inputs = InputProcessor(self._tokenizer, self._client.info, self.args.seed)
         self._outputs = OutputProcessor(self._tokenizer)
         self._num_requests = 0
+        self.on_step: Callable[[int], None] = _ignore
         self._close = weakref.finalize(self, self._client.close)
 
     def generate(
@@ -91,6 +97,7 @@ class LLM:
                 self._client.abort(stopped)
             num_requests -= len(ready)
             progress.update(ready, len(outputs.tokens))
+            self.on_step(len(outputs.tokens))
 
     def chat(
         self,
@@ -125,6 +132,11 @@ class LLM:
             ids = tokenizer.encode(text, add_special_tokens=False)
             prompts.append({"prompt": text, "prompt_token_ids": ids})
         return self.generate(prompts, sampling_params, use_tqdm=use_tqdm)
+
+    @property
+    def info(self) -> EngineInfo:
+        """What the engine chose and why, and the limits of requests."""
+        return self._client.info
 
     def get_tokenizer(self) -> Tokenizer:
         """Raises ValueError with skip_tokenizer_init=True."""

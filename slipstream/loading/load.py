@@ -99,7 +99,7 @@ def _reading(source: WeightSource, order: Shapes, device: torch.device) -> Abstr
     """How weights are got. On a CPU packing them takes longer than reading them, and both want its cores."""
     if device.type == "cpu" or not source.threaded:
         return contextlib.nullcontext(source.get)
-    # No number takes more than 4 bytes, and most take 2.
+    # Counted as float32, which is what GGUF gives; most are half of that.
     sizes = {name: 4 * math.prod(shape) for name, shape in order.items()}
     return ReadAhead(source.get, sizes, window=READ_AHEAD_BYTES, threads=READING_THREADS)
 
