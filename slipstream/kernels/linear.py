@@ -91,9 +91,9 @@ def _few_rows(rows: int, outputs: int, inputs: int) -> LinearConfig:
 def _more_rows(op: Op, rows: int, outputs: int, inputs: int) -> LinearConfig:
     tile = 32 if rows <= 32 else 64
     if outputs >= 1 << 14:
-        return LinearConfig("tile", rows=tile, columns=128, depth=64, stages=4, folds=rows <= 64)
+        return LinearConfig("tile", rows=tile, columns=128, depth=64, stages=4, folds=False)
     splits = min(4, ceil_div(inputs, 512)) if op == "add" and outputs <= 2048 else 1
-    return LinearConfig("tile", rows=tile, columns=64, depth=128, splits=splits, stages=3, folds=rows <= 32)
+    return LinearConfig("tile", rows=tile, columns=64, depth=128, splits=splits, stages=3, folds=False)
 
 
 class LinearScratch:

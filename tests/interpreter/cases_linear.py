@@ -1,0 +1,121 @@
+"""Products with what is fused into them, in Triton's interpreter against float64 formulas.
+
+Weights are float32 and float16: the interpreter multiplies the bits of bfloat16 matrices, not their values.
+"""
+
+import pytest
+import torch
+from linear_cases import LinearCase, linear_case
+
+from slipstream.kernels.linear import (
+    INVARIANT,
+    INVARIANT_FLOAT32,
+    LinearConfig,
+    LinearScratch,
+    Norm,
+    add_linear,
+    choose_linear_config,
+    gated_linear,
+    linear,
+    scratch_size,
+)
+
+ROWS = (1, 3, 16, 17, 40)
+# Outputs and inputs that no tile divides, and one case that tiles fit exactly.
+SIZES = ((128, 256), (100, 500), (72, 320))
+CONFIGS = {
+    "a slab": LinearConfig("slab", rows=8, columns=16, depth=1024, stages=1),
+    "slabs ahead": LinearConfig("slab", rows=16, columns=32, depth=256, warps=8, stages=3),
+    "a slab at a time": LinearConfig("slab", rows=4, columns=32, depth=128, stages=1),
+    "early": LinearConfig("slab", rows=8, columns=32, depth=256, early=True),
+    "tiles": LinearConfig("tile", rows=32, columns=64, depth=64, stages=3),
+    "norm apart": LinearConfig("tile", rows=16, columns=32, depth=128, folds=False),
+}
+SPLITS = {
+    "slabs": LinearConfig("slab", rows=16, columns=16, depth=128, splits=2, stages=2),
+    "a slab each": LinearConfig("slab", rows=8, columns=32, depth=128, splits=5),
+    "tiles": LinearConfig("tile", rows=16, columns=64, depth=64, splits=3, stages=2),
+}
+LIMITS = {torch.float32: 1e-5, torch.float16: 5e-3}
+
+
+def close(got, expected, dtype):
+    assert got.shape == expected.shape
+    torch.testing.assert_close(got.double(), expected, atol=LIMITS[dtype], rtol=LIMITS[dtype])
+
+
+def run(case: LinearCase, op: str, config: LinearConfig) -> torch.Tensor:
+    """What the kernel makes of a case."""
+    if op != "add":
+        product = gated_linear if op == "gated" else linear
+        return product(case.x_MK, case.weight_NK, case.bias_N, config, case.norm)
+    residual = case.residual_MN.clone()
+    scratch = LinearScratch(*scratch_size(*residual.shape, config), torch.device("cpu"))
+    scratch.partial.fill_(float("nan"))
+    add_linear(case.x_MK, case.weight_NK, case.bias_N, residual, config, scratch)
+    assert not scratch.counter.any()
+    return residual
+
+
+@pytest.mark.parametrize("rows", ROWS)
+@pytest.mark.parametrize("op", ["plain", "gated", "add"])
+@pytest.mark.parametrize("name", CONFIGS)
+def test_products_are_right_at_any_size(rows, op, name):
+    turn = ROWS.index(rows) + list(CONFIGS).index(name)
+    dtype = torch.float16 if turn % 2 else torch.float32
+    for extras in (False, True):
+        outputs, inputs = SIZES[(turn + extras) % len(SIZES)]
+        case = linear_case(rows, outputs, inputs, dtype, normed=extras and op != "add", biased=extras)
+        close(run(case, op, CONFIGS[name]), case.expected(op), dtype)
+
+
+@pytest.mark.parametrize("rows", ROWS)
+@pytest.mark.parametrize("name", SPLITS)
+def test_split_products_are_right_at_any_size(rows, name):
+    outputs, inputs = SIZES[(ROWS.index(rows) + list(SPLITS).index(name)) % len(SIZES)]
+    case = linear_case(rows, outputs, inputs, torch.float32, biased=True)
+    close(run(case, "add", SPLITS[name]), case.expected("add"), torch.float32)
+
+
+def test_large_activations_do_not_overflow_float16_before_the_norm_scales_them():
+    case = linear_case(3, 64, 256, torch.float16, normed=True)
+    case.x_MK.mul_(1e5)
+    close(run(case, "plain", CONFIGS["a slab"]), case.expected("plain"), torch.float16)
+    close(run(case, "plain", CONFIGS["tiles"]), case.expected("plain"), torch.float16)
+
+
+@pytest.mark.parametrize("dtype,config", [(torch.float32, INVARIANT_FLOAT32), (torch.float16, INVARIANT)])
+@pytest.mark.parametrize("op", ["plain", "gated", "add"])
+def test_an_invariant_row_is_the_same_alone_and_in_any_batch(dtype, config, op):
+    for rows in (1, 16, 100, 4096):
+        assert choose_linear_config(op, rows, 96, 320, dtype, invariant=True) == config
+    case = linear_case(80, 96, 320, dtype, normed=op != "add", biased=True)
+    every = run(case, op, config)
+    # Rows keep their places in a tile: numpy's products, unlike a tensor core's, depend on them.
+    for first, last in ((0, 1), (0, 53), (64, 80)):
+        assert torch.equal(run(case.only(first, last), op, config), every[first:last])
+
+
+@pytest.mark.parametrize("rows", [1, 8, 16, 33, 200])
+@pytest.mark.parametrize("op,outputs,inputs", [("plain", 96, 576), ("gated", 72, 576), ("add", 64, 1536)])
+def test_what_is_chosen_is_right(rows, op, outputs, inputs):
+    config = choose_linear_config(op, rows, outputs, inputs, torch.float16)
+    if config is not None:
+        case = linear_case(rows, outputs, inputs, torch.float16, normed=op != "add")
+        close(run(case, op, config), case.expected(op), torch.float16)
+    assert choose_linear_config(op, rows, outputs, inputs, torch.float32) is None
+
+
+def test_what_does_not_fit_is_refused():
+    case, config = linear_case(4, 96, 320, torch.float32), SPLITS["slabs"]
+    x, weight = case.x_MK, case.weight_NK
+    with pytest.raises(ValueError, match="scratch is too small"):
+        add_linear(x, weight, None, case.residual_MN, config, LinearScratch(10, 10, torch.device("cpu")))
+    with pytest.raises(ValueError, match="may be split"):
+        linear(x, weight, None, config)
+    with pytest.raises(ValueError, match="contiguous"):
+        linear(x, weight[:, ::2], None, CONFIGS["tiles"])
+    with pytest.raises(ValueError, match="weight's type"):
+        linear(x.half(), weight, None, CONFIGS["tiles"])
+    with pytest.raises(ValueError, match="norm's weight"):
+        linear(x, weight, None, CONFIGS["tiles"], Norm(torch.ones(96), 1e-5))
