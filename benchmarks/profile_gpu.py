@@ -29,7 +29,7 @@ CLASSES = (
     ("gate", r"silu"),
     ("inputs, commit", r"_inputs_kernel|_commit_kernel|_scatter"),
     ("sampling", r"_pieces_kernel|_merge_kernel|sample|scan|draw|greedy|logprob|penal|mask|edit|search"),
-    ("products", r"gemm|gemv|cutlass|nvjet|linear|splitK|cublas|_few|_tile"),
+    ("products", r"gemm|gemv|cutlass|nvjet|splitK|cublas|slab|tile_kernel"),
 )
 
 
@@ -41,7 +41,8 @@ def start(llm: LLM, lanes: int, context: int, steps: int) -> Any:
     """A core in whose every step `lanes` rows decode, at `context` tokens in the middle of the run."""
     rng = np.random.default_rng(0)
     vocab = llm._client.info.limits.vocab_size
-    prompts = [{"prompt_token_ids": rng.integers(100, vocab - 300, context - steps).tolist()} for _ in range(lanes)]
+    ids = rng.integers(100, vocab - 300, (lanes, context - steps)).tolist()
+    prompts = [{"prompt_token_ids": each} for each in ids]
     params = SamplingParams(max_tokens=4 * steps, ignore_eos=True, detokenize=False, temperature=0.0)
     prepared = [llm._inputs.prepare(prompt, params, 0) for prompt in prompts]
     states = [llm._outputs.open(str(i), one) for i, one in enumerate(prepared)]
@@ -54,11 +55,14 @@ def start(llm: LLM, lanes: int, context: int, steps: int) -> Any:
     return core, states
 
 
+def spread(values: list[float]) -> dict[str, float]:
+    return {"median": round(statistics.median(values), 2), "p99": round(float(np.percentile(values, 99)), 2)}
+
+
 def measure(llm: LLM, lanes: int, context: int, steps: int) -> dict[str, Any]:
     core, states = start(llm, lanes, context, steps)
-    begin, host = time.perf_counter(), []
-    for _ in range(steps):
-        host.append(core.step().stats.host_us)
+    begin = time.perf_counter()
+    host = [core.step().stats.host_us for _ in range(steps)]
     wall = (time.perf_counter() - begin) / steps
     with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as profile:
         for _ in range(steps):
@@ -70,7 +74,7 @@ def measure(llm: LLM, lanes: int, context: int, steps: int) -> dict[str, Any]:
     kernels = sorted(
         (event.time_range.start, event.time_range.end, event.name)
         for event in profile.events()
-        if event.device_type == torch.autograd.DeviceType.CUDA and event.time_range.end > event.time_range.start
+        if event.device_type == torch.autograd.DeviceType.CUDA and event.time_range.elapsed_us() > 0
     )
     ends = [i for i, (_, _, name) in enumerate(kernels) if "_commit_kernel" in name]
     idle = [kernels[i + 1][0] - kernels[i][1] for i in ends[:-1] if i + 1 < len(kernels)]
@@ -86,15 +90,23 @@ def measure(llm: LLM, lanes: int, context: int, steps: int) -> dict[str, Any]:
         "lanes": lanes,
         "context": context,
         "wall_ms": round(1e3 * wall, 4),
-        "host_us": {"median": round(statistics.median(host), 1), "p99": round(float(np.percentile(host, 99)), 1)},
+        "host_us": spread(host),
         "step_us_in_trace": round(statistics.median(spans), 1),
-        "idle_us": {"median": round(statistics.median(idle), 2), "p99": round(float(np.percentile(idle, 99)), 2)},
+        "idle_us": spread(idle),
         "class_us": {k: round(v, 1) for k, v in sorted(per_class.items(), key=lambda item: -item[1])},
         "kernels": {
             k: [len(v) // (len(ends) - 1), round(statistics.median(v), 2)]
             for k, v in sorted(names.items(), key=lambda item: -sum(item[1]))[:24]
         },
     }
+
+
+def make_llm(model: str, more: dict[str, Any]) -> LLM:
+    """As the common benchmark makes it."""
+    return LLM(
+        model=model, load_format="dummy", skip_tokenizer_init=True, dtype="bfloat16", max_model_len=16384,
+        max_num_seqs=256, gpu_memory_utilization=0.8, enable_prefix_caching=False, **more,
+    )
 
 
 def main() -> None:
@@ -107,10 +119,7 @@ def main() -> None:
     parser.add_argument("--json", type=Path, default=None)
     args = parser.parse_args()
     begin = time.perf_counter()
-    llm = LLM(
-        model=args.model, load_format="dummy", skip_tokenizer_init=True, dtype="bfloat16", max_model_len=16384,
-        max_num_seqs=256, gpu_memory_utilization=0.8, enable_prefix_caching=False, **json.loads(args.llm),
-    )
+    llm = make_llm(args.model, json.loads(args.llm))
     print(f"init {time.perf_counter() - begin:.1f} s", flush=True)
     runs = []
     for lanes in args.lanes:
