@@ -7,11 +7,15 @@ import pytest
 import torch
 from sampling_rows import (
     CPU,
+    KINDS,
     apply_features,
     chi_square_is_plausible,
+    legal_probabilities,
     make_batch,
     make_pipeline,
     make_row,
+    random_logits,
+    rows_of_every_kind,
     sample,
     softmax64,
 )
@@ -19,72 +23,6 @@ from sampling_rows import (
 from slipstream.sampling.draw import Draw, DrawAmongTop
 from slipstream.sampling.pipeline import Pipeline, default_features
 from slipstream.sampling.top_k import SMALL_TOP_K
-
-# One row of every kind; end id 0.
-KINDS = [
-    {"temperature": 0.0},
-    {"temperature": 0.0, "repetition_penalty": 1.4, "frequency_penalty": 0.3},
-    {"temperature": 0.0, "top_k": 5, "top_p": 0.1, "min_p": 0.9, "presence_penalty": -1.0},
-    {},
-    {"temperature": 0.6},
-    {"temperature": 1.3, "top_p": 0.8},
-    {"temperature": 0.9, "top_k": 10, "top_p": 0.9},
-    {"top_k": 3},
-    {"temperature": 1.5, "top_k": 150},
-    {"top_k": 100, "top_p": 0.95, "min_p": 0.01},
-    {"temperature": 3.0, "min_p": 0.2},
-    {"min_p": 0.1, "allowed_token_ids": list(range(40, 90))},
-    {"logit_bias": {4: 3.0, 5: -100.0}, "min_tokens": 9},
-    {"top_k": -1, "frequency_penalty": 1.0, "temperature": 2.0},
-]
-
-
-def rows_of_every_kind(seed: int = 100):
-    rng = np.random.default_rng(seed)
-    return [
-        make_row(
-            rng.integers(1, 200, 5).tolist(),
-            rng.integers(1, 200, rng.integers(0, 6)).tolist(),
-            seed=seed + lane,
-            end_ids=(0,),
-            bad_words=((7,), (3, 8)),
-            **kind,
-        )
-        for lane, kind in enumerate(KINDS)
-    ]
-
-
-def random_logits(lanes: int, vocab: int, seed: int = 0) -> torch.Tensor:
-    return torch.randn(lanes, vocab, generator=torch.Generator().manual_seed(seed)) * 3
-
-
-def legal_probabilities(row, logits: np.ndarray) -> np.ndarray:
-    """The stated order in plain float64: allowed, bias, minimum length, bad words, penalties, temperature,
-    min_p, top_k, top_p."""
-    x, params, ids = logits.astype(np.float64), row.params, np.arange(len(logits))
-    if params.allowed_token_ids is not None:
-        x[~np.isin(ids, params.allowed_token_ids)] = -np.inf
-    for token, bias in (params.logit_bias or {}).items():
-        x[token] += bias
-    if len(row.output) < params.min_tokens:
-        x[list(row.end_ids)] = -np.inf
-    for word in row.bad_words:
-        if len(word) == 1 or row.tokens[1 - len(word) :] == list(word[:-1]):
-            x[word[-1]] = -np.inf
-    for token in set(row.tokens):
-        x[token] *= params.repetition_penalty if x[token] <= 0 else 1 / params.repetition_penalty
-        x[token] -= params.frequency_penalty * row.output.count(token)
-        x[token] -= params.presence_penalty * (token in row.output)
-    if params.greedy:
-        return (ids == x.argmax()).astype(np.float64)
-    probability = softmax64(x / params.temperature)
-    probability[probability < params.min_p * probability.max()] = 0
-    if params.top_k > 0:
-        probability[probability < np.sort(probability)[-min(params.top_k, len(x))]] = 0
-    order = np.argsort(-probability)
-    total = np.cumsum(probability[order])
-    probability[order[total - probability[order] >= params.top_p * total[-1]]] = 0
-    return probability / probability.sum()
 
 
 def test_features_combine_in_the_stated_order():
