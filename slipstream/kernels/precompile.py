@@ -53,10 +53,13 @@ class Workers:
         target = str(10 * capability[0] + capability[1])
         command = [sys.executable, "-m", "slipstream.kernels.precompile", target]
         environment = {**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, sys.path))}
-        pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.DEVNULL}
-        self._workers = [
-            subprocess.Popen(command, **pipes, env=environment, text=True) for _ in range(count)
-        ]
+
+
+        def start() -> subprocess.Popen[str]:
+            pipe, nothing = subprocess.PIPE, subprocess.DEVNULL
+            return subprocess.Popen(command, stdin=pipe, stdout=nothing, env=environment, text=True)
+
+        self._workers = [start() for _ in range(count)]
 
     def compile(self, launches: Sequence[str]) -> None:
         """Returns when all are done. A kernel that a worker could not compile is compiled at its launch,

@@ -1,8 +1,8 @@
 """Decoder maths on kernels that merge what lies between the matrix products.
 
 Where it measures better (kernels/linear.py), a product takes the norm before it, and the gate or the sum
-after it, into its own kernel. Other products are cuBLAS's; the sum and the norm that follows are then one kernel.
-Which it is depends on a product's shape alone.
+after it, into its own kernel. Other products are cuBLAS's; the sum and the norm that follows are then one
+kernel. Which it is depends on a product's shape alone.
 
 Legend: T tokens, H hidden, N outputs, K inputs, Y query and key heads together, D head size, V vocabulary.
 """

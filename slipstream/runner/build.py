@@ -140,10 +140,12 @@ def _build_eager(parts: Parts, stream: Stream) -> BuiltRunner:
         model.attention, plan.block_size, model.activation_dtype, parts.device
     )
     runner = parts.runner(EagerTick(parts.table, model, attention, parts.pipeline), stream)
-    attention.allocate(1)
-    tokens = min(PROFILE_TOKENS, plan.max_num_batched_tokens, plan.max_model_len)
+    stream.submit(lambda: attention.allocate(1)).wait()
+    on_cpu = parts.device.type == "cpu"
+    tokens = min(plan.max_num_batched_tokens, plan.max_model_len)
+    tokens = min(PROFILE_TOKENS, tokens) if on_cpu else tokens
     step = _padding_plan(runner.table.padding_row, tokens)
-    if parts.device.type == "cuda":
+    if not on_cpu:
         memory_of = CudaMemory(parts.device)
         memory_of.profile(lambda: runner.step(step).wait())
         measured = memory_of.measured(plan)
@@ -153,7 +155,7 @@ def _build_eager(parts: Parts, stream: Stream) -> BuiltRunner:
         activations = peak // tokens * plan.max_num_batched_tokens + logits
         measured = measured_cpu(plan, model.num_bytes, activations)
     memory = size_kv_pool(plan, measured, attention.bytes_per_block())
-    attention.allocate(memory.num_blocks)
+    stream.submit(lambda: attention.allocate(memory.num_blocks)).wait()
     log.info("memory: %s", memory.describe())
     return parts.built(runner, memory)
 

@@ -137,6 +137,8 @@ def prompt_scores(lanes: LaneSet, mirror: RowMirror, bound_L: Array) -> list[Pro
     """The prefill lanes of this step that owe prompt logprobs. bound_L: KV length after the step, exact for
     them."""
     first = lanes.num_decode_lanes
+    if first == lanes.num_lanes:
+        return []
     wanted = mirror.prompt_logprobs[lanes.lane_row[first:]]
     if not (wanted >= 0).any():
         return []

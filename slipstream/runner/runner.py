@@ -47,7 +47,8 @@ class ModelRunner:
         """Submit one step; returns at once."""
         self._release(plan)
         self._admit(plan.admissions)
-        self.table.grant(plan.grant_row, plan.grant_index, plan.grant_block)
+        if len(plan.grant_row):
+            self.table.grant(plan.grant_row, plan.grant_index, plan.grant_block)
         lanes = self._stage_lanes(plan)
         bound_L = self._mirror.advance(plan)
         scores = prompt_scores(lanes, self._mirror, bound_L)
@@ -62,11 +63,11 @@ class ModelRunner:
 
     def _release(self, plan: StepPlan) -> None:
         """Rows whose owner left die, unless this very plan gives them to somebody else."""
-        if len(plan.released) and plan.admissions:
-            taken = np.array([a.row for a in plan.admissions], np.int32)
-            self.table.release(np.setdiff1d(plan.released, taken))
-        else:
-            self.table.release(plan.released)
+        rows = plan.released
+        if len(rows) and plan.admissions:
+            rows = np.setdiff1d(rows, np.array([a.row for a in plan.admissions], np.int32))
+        if len(rows):
+            self.table.release(rows)
 
     def _admit(self, admissions: Sequence[Admission]) -> None:
         for admission in admissions:
