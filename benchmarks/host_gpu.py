@@ -56,10 +56,6 @@ def measure(llm: Any, lanes: int) -> dict[str, Any]:
         with torch.cuda.stream(stream):
             graph.replay()
 
-    def idle_launch() -> None:
-        torch.cuda.synchronize()
-        launch()
-
     while core._flight:
         scheduler.apply(core._flight.popleft().wait())
     torch.cuda.synchronize()

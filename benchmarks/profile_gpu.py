@@ -9,6 +9,7 @@ step times from a run without it. Idle: from the last kernel of a step to the fi
 from __future__ import annotations
 
 import argparse
+import itertools
 import json
 import re
 import statistics
@@ -71,33 +72,32 @@ def measure(llm: LLM, lanes: int, context: int, steps: int) -> dict[str, Any]:
     llm._client.abort(llm._outputs.close(states))
     while core.has_work:
         core.step()
+    facts = {"lanes": lanes, "context": context, "wall_ms": round(1e3 * wall, 4), "host_us": spread(host)}
+    return facts | summary(profile)
+
+
+def summary(profile: torch.profiler.profile) -> dict[str, Any]:
+    """Times of whole steps in the trace, from one commit kernel to the next."""
     kernels = sorted(
         (event.time_range.start, event.time_range.end, event.name)
         for event in profile.events()
         if event.device_type == torch.autograd.DeviceType.CUDA and event.time_range.elapsed_us() > 0
     )
     ends = [i for i, (_, _, name) in enumerate(kernels) if "_commit_kernel" in name]
-    idle = [kernels[i + 1][0] - kernels[i][1] for i in ends[:-1] if i + 1 < len(kernels)]
-    spans = [kernels[b][1] - kernels[a][1] for a, b in zip(ends, ends[1:], strict=False)]
-    inner = kernels[ends[0] + 1 : ends[-1] + 1]
+    steps = len(ends) - 1
+    idle = [kernels[i + 1][0] - kernels[i][1] for i in ends[:-1]]
+    spans = [kernels[b][1] - kernels[a][1] for a, b in itertools.pairwise(ends)]
     per_class: dict[str, float] = {}
     names: dict[str, list[float]] = {}
-    for begin_us, end_us, name in inner:
-        share = (end_us - begin_us) / (len(ends) - 1)
-        per_class[class_of(name)] = per_class.get(class_of(name), 0.0) + share
-        names.setdefault(name[:70], []).append(end_us - begin_us)
+    for begin, end, name in kernels[ends[0] + 1 : ends[-1] + 1]:
+        per_class[class_of(name)] = per_class.get(class_of(name), 0.0) + (end - begin) / steps
+        names.setdefault(name[:70], []).append(end - begin)
+    longest = sorted(names.items(), key=lambda item: -sum(item[1]))[:24]
     return {
-        "lanes": lanes,
-        "context": context,
-        "wall_ms": round(1e3 * wall, 4),
-        "host_us": spread(host),
         "step_us_in_trace": round(statistics.median(spans), 1),
         "idle_us": spread(idle),
         "class_us": {k: round(v, 1) for k, v in sorted(per_class.items(), key=lambda item: -item[1])},
-        "kernels": {
-            k: [len(v) // (len(ends) - 1), round(statistics.median(v), 2)]
-            for k, v in sorted(names.items(), key=lambda item: -sum(item[1]))[:24]
-        },
+        "kernels": {name: [len(each) // steps, round(statistics.median(each), 2)] for name, each in longest},
     }
 
 
@@ -126,7 +126,8 @@ def main() -> None:
         runs.append(measure(llm, lanes, args.context, args.steps))
         print(json.dumps(runs[-1]), flush=True)
     if args.json is not None:
-        args.json.write_text(json.dumps({"benchmark": "profile", "model": args.model, "runs": runs}, indent=1))
+        facts = {"benchmark": "profile", "model": args.model, "runs": runs}
+        args.json.write_text(json.dumps(facts, indent=1) + "\n")
 
 
 if __name__ == "__main__":

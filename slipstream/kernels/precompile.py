@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import logging
 import os
 import subprocess
 import sys
@@ -20,6 +21,8 @@ from typing import Any
 
 from slipstream.kernels.backend import triton
 from slipstream.kernels.cache import VARIABLE
+
+log = logging.getLogger("slipstream.kernels")
 
 MOST_WORKERS = 16
 
@@ -69,8 +72,8 @@ class Workers:
             try:
                 worker.stdin.write("".join(f"{line}\n" for line in launches[number :: len(self._workers)]))
                 worker.stdin.close()
-            except BrokenPipeError:  # it has died; so be it
-                pass
+            except BrokenPipeError:
+                log.warning("a process that compiles kernels has died; its share is compiled at first launch")
         for worker in self._workers:
             worker.wait()
 

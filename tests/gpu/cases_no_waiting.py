@@ -1,6 +1,6 @@
 """On a CUDA device: steps under torch's sync debug mode "error", and addresses of captured graphs.
 
-    PYTHONPATH=tests:tests/engine SLIPSTREAM_TEST_DEVICE=cuda python -m pytest tests/gpu/test_no_waiting.py
+    PYTHONPATH=tests:tests/engine SLIPSTREAM_TEST_DEVICE=cuda python -m pytest tests/gpu/cases_no_waiting.py
 """
 
 from __future__ import annotations
@@ -12,8 +12,6 @@ from harness import Collected, collect, make_core, make_request, run
 from tiny_models import make_tiny_model
 
 from slipstream.contracts.sampling_params import SamplingParams
-
-pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
 
 KINDS = {
     "greedy": dict(temperature=0.0),
