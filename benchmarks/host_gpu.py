@@ -19,6 +19,9 @@ import torch
 from profile_gpu import make_llm, start
 
 
+UNWRITTEN = -7
+
+
 def median_us(work: Callable[[], Any], repeats: int = 200) -> float:
     times = []
     for _ in range(repeats):
@@ -30,79 +33,75 @@ def median_us(work: Callable[[], Any], repeats: int = 200) -> float:
 
 def measure(llm: Any, lanes: int) -> dict[str, Any]:
     core, states = start(llm, lanes, 384, 100)
-    runner, scheduler = core._runner, core.scheduler
+    found = parts_of_a_step(core) | launches(core, lanes)
+    llm._client.abort(llm._outputs.close(states))
+    return {"lanes": lanes, **found}
+
+
+def parts_of_a_step(core: Any) -> dict[str, float]:
+    """What EngineCore.step does, timed in its parts; nothing is in flight afterwards."""
     parts: dict[str, list[float]] = {name: [] for name in ("schedule", "step", "wait", "apply")}
     for _ in range(100):
         while len(core._flight) < 2:
             t0 = time.perf_counter()
-            plan = scheduler.schedule()
+            plan = core.scheduler.schedule()
             t1 = time.perf_counter()
-            core._flight.append(runner.step(plan))
+            core._flight.append(core._runner.step(plan))
             parts["schedule"].append(t1 - t0)
             parts["step"].append(time.perf_counter() - t1)
         handle = core._flight.popleft()
         t0 = time.perf_counter()
         result = handle.wait()
         t1 = time.perf_counter()
-        scheduler.apply(result)
+        core.scheduler.apply(result)
         parts["wait"].append(t1 - t0)
         parts["apply"].append(time.perf_counter() - t1)
-    found: dict[str, Any] = {k: round(1e6 * statistics.median(v), 1) for k, v in parts.items()}
-    shape = runner._lanes.shape
-    graph = runner._tick.graphs._graphs[shape][0]
-    stream = runner.stream._stream
-
-    def launch() -> None:
-        with torch.cuda.stream(stream):
-            graph.replay()
-
     while core._flight:
-        scheduler.apply(core._flight.popleft().wait())
+        core.scheduler.apply(core._flight.popleft().wait())
     torch.cuda.synchronize()
-    busy = []
-    for _ in range(40):
-        launch()
+    return {name: round(1e6 * statistics.median(times), 1) for name, times in parts.items()}
+
+
+def launches(core: Any, lanes: int) -> dict[str, float]:
+    """A graph's launch while the device is idle or busy, and from the launch until the host knows of the end:
+    by an event, and by the pinned record itself."""
+    runner = core._runner
+    graph = runner._tick.graphs._graphs[runner._lanes.shape][0]
+    stream, words = runner.stream._stream, runner._tick._ring.memory_S3L.numpy()
+    names = ("launch_idle", "launch_busy", "until_event", "until_word")
+    times: dict[str, list[float]] = {name: [] for name in names}
+
+    def timed(name: str, work: Callable[[], Any]) -> None:
         begin = time.perf_counter()
-        launch()
-        busy.append(time.perf_counter() - begin)
-        torch.cuda.synchronize()
-    found["launch_busy"] = round(1e6 * statistics.median(busy), 1)
-    with torch.cuda.stream(stream):
-        idle = []
-        for _ in range(40):
-            torch.cuda.synchronize()
-            begin = time.perf_counter()
-            graph.replay()
-            idle.append(time.perf_counter() - begin)
-        found["launch_idle"] = round(1e6 * statistics.median(idle), 1)
-        torch.cuda.synchronize()
-        # From the launch until the host knows: by an event, and by the pinned record itself.
+        work()
+        times[name].append(time.perf_counter() - begin)
+
+    def until_event() -> None:
         event = torch.cuda.Event()
-        by_event, by_word = [], []
-        ring = runner._tick._ring
-        words = ring.memory_S3L.numpy()
+        graph.replay()
+        event.record(stream)
+        event.synchronize()
+
+    def until_word() -> None:
+        graph.replay()
+        while (words[:, 2, lanes - 1] == UNWRITTEN).all():
+            pass
+
+    with torch.cuda.stream(stream):
         for _ in range(40):
-            begin = time.perf_counter()
-            graph.replay()
-            event.record(stream)
-            event.synchronize()
-            by_event.append(time.perf_counter() - begin)
+            timed("launch_idle", graph.replay)
+            timed("launch_busy", graph.replay)
             torch.cuda.synchronize()
-            words[:, 2, :lanes] = -7
-            begin = time.perf_counter()
-            graph.replay()
-            while (words[:, 2, lanes - 1] == -7).all():
-                pass
-            by_word.append(time.perf_counter() - begin)
+            timed("until_event", until_event)
             torch.cuda.synchronize()
-        found["until_event"] = round(1e6 * statistics.median(by_event), 1)
-        found["until_word"] = round(1e6 * statistics.median(by_word), 1)
+            words[:, 2] = UNWRITTEN
+            timed("until_word", until_word)
+            torch.cuda.synchronize()
+        found = {name: round(1e6 * statistics.median(each), 1) for name, each in times.items()}
         found["record_event"] = median_us(lambda: torch.cuda.Event().record(stream))
-        torch.cuda.synchronize()
     found["submit_nothing"] = median_us(lambda: runner.stream.submit(lambda: None))
     torch.cuda.synchronize()
-    llm._client.abort(llm._outputs.close(states))
-    return {"lanes": lanes, **found}
+    return found
 
 
 def main() -> None:
