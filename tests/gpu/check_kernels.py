@@ -39,8 +39,9 @@ from slipstream.kernels import (  # noqa: E402
     varlen_attention,
 )
 from slipstream.kernels.attention_common import LayerAttention  # noqa: E402
-from slipstream.kernels.decode_attention import DecodeConfig, DecodeScratch, choose_decode  # noqa: E402
-from slipstream.kernels.varlen_attention import choose_varlen, list_tiles  # noqa: E402
+from slipstream.kernels.backend import ceil_div  # noqa: E402
+from slipstream.kernels.decode_config import DecodeConfig, DecodeScratch, choose_decode  # noqa: E402
+from slipstream.kernels.varlen_attention import VarlenConfig, choose_varlen, list_tiles  # noqa: E402
 
 CUDA = torch.device("cuda")
 BF16, F32 = torch.bfloat16, torch.float32
@@ -80,8 +81,9 @@ def error_of(got: torch.Tensor, expected: torch.Tensor) -> float:
     return float(((got - expected).norm(dim=1) / expected.norm(dim=1).clamp(min=1e-6)).max())
 
 
-def scratch_for(lanes: int, shape: LayerAttention, splits: int) -> DecodeScratch:
-    scratch = DecodeScratch(lanes, shape, splits, CUDA)
+def scratch_for(lanes: int, shape: LayerAttention, config: DecodeConfig) -> DecodeScratch:
+    pieces = config.pieces(lanes, shape.num_kv_heads, CUDA)
+    scratch = DecodeScratch(lanes, shape, ceil_div(pieces, lanes), CUDA)
     scratch.acc.fill_(float("nan"))
     scratch.lse.fill_(float("nan"))
     return scratch
@@ -92,7 +94,7 @@ def scratch_for(lanes: int, shape: LayerAttention, splits: int) -> DecodeScratch
 
 def decode_error(case: AttentionCase, config: DecodeConfig, repeats: int = 1) -> float:
     """Also checks stored keys and values, counters, and that repeats agree to the bit."""
-    scratch = scratch_for(len(case.position_T), case.shape, config.splits)
+    scratch = scratch_for(len(case.position_T), case.shape, config)
     outs = [
         decode_attention.decode_from_qkv(
             case.qkv_TXD, case.slot_T, case.prep, case.lanes, case.pool, case.shape, config, scratch
@@ -110,8 +112,14 @@ def decode_error(case: AttentionCase, config: DecodeConfig, repeats: int = 1) ->
     )
 
 
-def mixed_error(shape: LayerAttention, dtype: torch.dtype) -> float:
-    """write_qkv, then one-token lanes, then the others: a whole mixed step."""
+def mixed_error(
+    shape: LayerAttention,
+    dtype: torch.dtype,
+    decode: DecodeConfig | None = None,
+    prefill: VarlenConfig | None = None,
+) -> float:
+    """write_qkv, then one-token lanes, then the others: a whole mixed step. Configs: those chosen, unless
+    given."""
     case = attention_case(shape, MIXED, dtype=dtype, device=CUDA, mixed=True, normed=shape.head_dim != 64)
     q = qkv_write.write_qkv(
         case.qkv_TXD, case.position_T, case.slot_T, shape.num_kv_heads, case.prep, case.pool
@@ -124,12 +132,12 @@ def mixed_error(shape: LayerAttention, dtype: torch.dtype) -> float:
     ]
     for all_lanes in (False, True):
         out = torch.full_like(q, float("nan"))
-        config = choose_decode(len(MIXED), shape.num_kv_heads, shape.head_dim, dtype)
+        config = decode or choose_decode(len(MIXED), shape.num_kv_heads, shape.head_dim, dtype)
         if not all_lanes:
             decode_attention.decode_attention(
-                q, case.lanes, case.pool, shape, config, scratch_for(len(MIXED), shape, config.splits), out
+                q, case.lanes, case.pool, shape, config, scratch_for(len(MIXED), shape, config), out
             )
-        varlen = choose_varlen(shape, dtype, all_lanes)
+        varlen = prefill or choose_varlen(shape, dtype, all_lanes)
         tiles = list_tiles(case.lanes, len(q), varlen.queries(shape), 1 if all_lanes else 2)
         varlen_attention.varlen_attention(q, tiles, case.lanes, case.pool, shape, varlen, out)
         errors.append(error_of(out, case.expected()))

@@ -23,9 +23,10 @@ from slipstream.kernels import (
 )
 from slipstream.kernels.attention_common import LayerAttention
 from slipstream.kernels.decode_config import DecodeConfig, DecodeScratch, choose_decode
+from slipstream.kernels.decode_work import list_decode_work
 from slipstream.kernels.paged import PagedLanes, PagedPool
 from slipstream.kernels.qkv_write import HeadPrep
-from slipstream.kernels.varlen_attention import choose_varlen, list_tiles
+from slipstream.kernels.varlen_attention import VarlenConfig, choose_varlen, list_tiles
 
 CUDA, BF16 = torch.device("cuda"), torch.bfloat16
 # Measured: a read-only stream, and dense bfloat16 products.
@@ -100,25 +101,40 @@ class DecodeLoad:
         self.prep = HeadPrep(rope_table(context, shape.head_dim, CUDA), norm, 1e-6)
 
     def runs(self, config: DecodeConfig) -> list[Callable[[], object]]:
-        scratch = DecodeScratch(self.lanes, self.shape, config.splits, CUDA)
+        """A launch a pool; the work list of the persistent form is made here, once."""
+        pieces = config.pieces(self.lanes, self.shape.num_kv_heads, CUDA)
+        scratch = DecodeScratch(self.lanes, self.shape, -(-pieces // self.lanes), CUDA)
+        work = list_decode_work(self.paged, self.shape, config, True) if config.per_sm else None
         return [
             lambda p=pool: decode_attention.decode_from_qkv(
-                self.qkv, self.slot, self.prep, self.paged, p, self.shape, config, scratch
+                self.qkv, self.slot, self.prep, self.paged, p, self.shape, config, scratch, work
             )
             for pool in self.pools
         ]
 
+    def make_ragged(self) -> DecodeLoad:
+        """Lengths from 1 to the context, the same each time."""
+        generator = torch.Generator(device=CUDA).manual_seed(self.lanes)
+        length = self.paged.length_L
+        length.random_(1, int(length.max()) + 1, generator=generator)
+        last = (length.long() - 1) // 16
+        self.slot = self.paged.blocks_RB.gather(1, last[:, None])[:, 0].long() * 16 + (length - 1) % 16
+        self.bytes = int(length.sum()) * 2 * self.shape.num_kv_heads * self.shape.head_dim * 2
+        return self
 
-def varlen_runs(lanes: int, tokens: int, context: int) -> list[Callable[[], object]]:
-    """lanes x tokens new tokens after `context` others."""
-    load = DecodeLoad(lanes, context + tokens)
+
+def varlen_runs(
+    lanes: int, tokens: int, context: int, shape: LayerAttention = QWEN, config: VarlenConfig | None = None
+) -> list[Callable[[], object]]:
+    """lanes x tokens new tokens after `context` others. config: the one chosen, unless given."""
+    load = DecodeLoad(lanes, context + tokens, shape)
     start = torch.arange(0, lanes * tokens + 1, tokens, dtype=torch.int32, device=CUDA)
     paged = PagedLanes(load.paged.row_L, load.paged.length_L, load.paged.blocks_RB, start)
-    q = torch.randn(lanes * tokens, 16, 128, device=CUDA, dtype=BF16)
-    config = choose_varlen(QWEN, BF16)
-    tiles, out = list_tiles(paged, len(q), config.queries(QWEN)), torch.empty_like(q)
+    q = torch.randn(lanes * tokens, shape.num_heads, shape.head_dim, device=CUDA, dtype=BF16)
+    chosen = config or choose_varlen(shape, BF16)
+    tiles, out = list_tiles(paged, len(q), chosen.queries(shape)), torch.empty_like(q)
     return [
-        lambda p=pool: varlen_attention.varlen_attention(q, tiles, paged, p, QWEN, config, out)
+        lambda p=pool: varlen_attention.varlen_attention(q, tiles, paged, p, shape, chosen, out)
         for pool in load.pools[:4]
     ]
 
