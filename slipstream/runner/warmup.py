@@ -66,10 +66,12 @@ def warm_up(
         torch.cuda.synchronize(device)
 
     memory.profile(try_largest)
-    captured = shapes if plan.graph_sizes else ()
+    # A step beyond the last bucket of the plan runs eagerly.
+    most = plan.token_buckets[-1] if plan.graph_sizes else 0
+    captured = [shape for shape in shapes if plan.graph_sizes and (shape.decode or shape.tokens <= most)]
     if captured:
         tick.graphs.try_all(captured)
-        trials = (shapes[0], shapes[len(shapes) // 2], shapes[-1])
+        trials = (captured[0], captured[len(captured) // 2], captured[-1])
         pool = torch.cuda.graph_pool_handle()
         captures = [functools.partial(tick.graphs.captured, shape, pool) for shape in trials]
         memory.try_graphs(captures, len(captured))

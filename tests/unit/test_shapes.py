@@ -1,0 +1,57 @@
+"""Which captured shape serves a step."""
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from slipstream.runner.shapes import FULL, GREEDY, SAMPLED, Shapes
+
+LANES, TOKENS, TOP = (1, 2, 4, 8, 16, 32, 64, 128), (32, 64, 128, 256, 512), 20
+STAGES = {"temperature": SAMPLED, "penalties": FULL}
+
+
+def stage_of(names):
+    order = (GREEDY, SAMPLED, FULL)
+    return max((STAGES[name] for name in names), key=order.index, default=GREEDY)
+
+
+SHAPES = Shapes(LANES, TOKENS, stage_of, TOP)
+
+
+@given(
+    lanes=st.integers(1, 128),
+    extra=st.integers(0, 512),
+    features=st.sets(st.sampled_from(sorted(STAGES))),
+    num_logprobs=st.integers(-1, TOP),
+)
+def test_every_step_fits_into_a_captured_shape_that_does_what_it_needs(lanes, extra, features, num_logprobs):
+    decode, tokens = extra == 0, min(lanes + extra, 512)
+    shape = SHAPES.find(lanes, tokens, decode=decode, features=features, num_logprobs=num_logprobs)
+    assert shape in SHAPES.all()
+    assert shape.lanes >= lanes
+    assert shape.tokens >= tokens
+    assert shape.decode == decode
+    assert not decode or shape.tokens == shape.lanes
+    order = (GREEDY, SAMPLED, FULL)
+    assert order.index(shape.stage) >= order.index(stage_of(features))
+    assert shape.num_logprobs >= num_logprobs
+    assert (shape.num_logprobs < 0) == (num_logprobs < 0)
+
+
+@pytest.mark.parametrize("lanes", range(1, 129))
+def test_greedy_decoding_takes_the_least_bucket(lanes):
+    shape = SHAPES.find(lanes, lanes, decode=True, features=(), num_logprobs=-1)
+    assert shape.lanes == min(size for size in LANES if size >= lanes)
+    assert shape.stage == GREEDY
+
+
+def test_more_logprobs_than_graphs_compute_have_a_shape_of_their_own():
+    shape = SHAPES.find(3, 3, decode=True, features=(), num_logprobs=500)
+    assert shape.num_logprobs == 500
+    assert shape not in SHAPES.all()
+
+
+def test_the_largest_shape_comes_first_and_none_comes_twice():
+    shapes = SHAPES.all()
+    assert len(set(shapes)) == len(shapes)
+    assert [shape.tokens for shape in shapes] == sorted((shape.tokens for shape in shapes), reverse=True)
