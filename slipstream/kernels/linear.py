@@ -52,7 +52,7 @@ class LinearConfig:
     folds: bool = True
 
 
-# A slab's depth, and the deepest weights of which a program keeps all in flight.
+# A slab's depth; weights from this depth on are not kept in flight as a whole.
 DEPTH, DEEPEST = 1024, 4096
 # One tile for any count of rows, so that a row's sums never depend on the batch.
 INVARIANT = LinearConfig("tile", rows=64, columns=64, depth=128, stages=3, folds=False)
@@ -73,15 +73,17 @@ def choose_linear_config(
         return None
     if rows > 64 and op != "add" and outputs < 1 << 16:
         return None
-    return _few_rows(rows, outputs, inputs) if rows <= 16 else _more_rows(op, rows, outputs, inputs)
+    return _few_rows(op, rows, outputs, inputs) if rows <= 16 else _more_rows(op, rows, outputs, inputs)
 
 
-def _few_rows(rows: int, outputs: int, inputs: int) -> LinearConfig:
+def _few_rows(op: Op, rows: int, outputs: int, inputs: int) -> LinearConfig:
     """About as many programs as an H200 has multiprocessors, or a few times that, each with all its weights
     in flight at once."""
     rows, early = next_power_of_2(rows), rows == 1
-    if inputs > DEEPEST:
-        return LinearConfig("slab", rows, columns=16, depth=DEPTH, stages=1)
+    if inputs >= DEEPEST:
+        # Folding the norm in takes registers that 16 rows do not have.
+        depth = DEPTH if rows == 1 and op == "add" else DEPTH // 2
+        return LinearConfig("slab", rows, columns=16, depth=depth, stages=1, folds=rows < 16)
     slabs = ceil_div(inputs, DEPTH)
     if outputs <= 2048:
         return LinearConfig("slab", rows, columns=8, depth=DEPTH, warps=8, stages=slabs, early=early)

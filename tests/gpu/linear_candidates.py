@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import torch
 
 from slipstream.kernels.backend import ceil_div
@@ -13,8 +15,10 @@ SHARED_BYTES = 227 * 1024
 SLAB_ROWS = {1: 1, 2: 4, 4: 4, 8: 8, 16: 16, 32: 32}
 
 
-def slab(rows: int, columns: int, depth: int, warps: int, stages: int, splits: int = 1) -> LinearConfig:
-    return LinearConfig("slab", rows, columns, depth, splits, warps, stages)
+def slab(
+    rows: int, columns: int, depth: int, warps: int, stages: int, splits: int = 1, folds: bool = True
+) -> LinearConfig:
+    return LinearConfig("slab", rows, columns, depth, splits, warps, stages, folds=folds)
 
 
 def tile(
@@ -40,11 +44,7 @@ def slabs(op: Op, rows: int, outputs: int, inputs: int) -> list[LinearConfig]:
     if rows == 32:
         return [slab(32, 16, 1024, 8, deep), slab(32, 32, 512, 8, 1)]
     if inputs > 3072:  # weights of which a program cannot hold all
-        found = [slab(rows, 16, 1024, 4, 1), slab(rows, 16, 512, 4, 1), slab(rows, 16, 2048, 8, 1)]
-        found += [slab(rows, 32, 512, 4, 1), slab(rows, 8, 1024, 4, 4), slab(rows, 8, 2048, 8, 2)]
-        if op == "add":
-            found += [slab(rows, 16, 1024, 4, 4, 4), slab(rows, 16, 1024, 4, 1, 2), slab(rows, 8, 2048, 8, 1)]
-        return found
+        return deep_slabs(op, rows)
     found = [slab(rows, 16, 1024, 4, deep), slab(rows, 16, 1024, 8, deep)]
     if outputs > 1 << 14:
         return [*found, slab(rows, 32, 1024, 8, 1), slab(rows, 32, 512, 4, 1), slab(rows, 64, 256, 4, 1)]
@@ -55,6 +55,17 @@ def slabs(op: Op, rows: int, outputs: int, inputs: int) -> list[LinearConfig]:
         found += [slab(rows, 16, 1024, 8, 1, deep), slab(rows, 16, 1024, 4, 1, deep)]
         found += [slab(rows, 16, 512, 4, deep, 2)]
     return found
+
+
+def deep_slabs(op: Op, rows: int) -> list[LinearConfig]:
+    """Folding the norm in takes registers that deep slabs of several rows do not have."""
+    shapes = [(16, 512, 4, 1), (32, 512, 8, 1), (16, 1024, 8, 1), (8, 2048, 8, 1), (8, 1024, 4, 1)]
+    if rows < 8:
+        shapes += [(16, 1024, 4, 1), (16, 2048, 8, 1)]
+    found = [slab(rows, *shape, folds=False) for shape in shapes]
+    if op == "add":
+        return [replace(config, splits=n, folds=True) for n in (1, 2) for config in found]
+    return found + [slab(rows, *shape) for shape in ((16, 512, 4, 1), (8, 1024, 8, 1)) if rows < 16]
 
 
 def tiles(op: Op, rows: int, outputs: int, inputs: int) -> list[LinearConfig]:
