@@ -18,7 +18,6 @@ from typing import Any
 import torch
 from profile_gpu import make_llm, start
 
-
 UNWRITTEN = -7
 
 
