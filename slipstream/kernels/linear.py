@@ -17,6 +17,7 @@ import torch.nn.functional as F
 
 from slipstream.kernels.backend import ceil_div, next_power_of_2, pdl_options, use_triton
 from slipstream.kernels.linear_kernels import slab_kernel, tile_kernel
+from slipstream.kernels.linear_table import MEASURED, read_cut
 from slipstream.kernels.rms_norm import rms_norm, rms_norm_reference
 
 Tensor = torch.Tensor
@@ -52,8 +53,10 @@ class LinearConfig:
     folds: bool = True
 
 
-# A slab's depth; weights from this depth on are not kept in flight as a whole.
-DEPTH, DEEPEST = 1024, 4096
+# Beyond these rows cuBLAS has work for all multiprocessors.
+MOST_ROWS = 256
+# Inputs of a slab, and the elements of a weight up to which a layer counts as small.
+DEPTH, SMALL = 1024, 8 << 20
 # One tile for any count of rows, so that a row's sums never depend on the batch.
 INVARIANT = LinearConfig("tile", rows=64, columns=64, depth=128, stages=3, folds=False)
 INVARIANT_FLOAT32 = LinearConfig("tile", rows=32, columns=32, depth=32, stages=2, folds=False)
@@ -69,33 +72,55 @@ def choose_linear_config(
     that are the same to the bit alone and in any batch."""
     if invariant:
         return INVARIANT_FLOAT32 if dtype == torch.float32 else INVARIANT
-    if dtype == torch.float32 or rows > 256:
+    if dtype == torch.float32 or rows > MOST_ROWS:
         return None
-    if rows > 64 and op != "add" and outputs < 1 << 16:
-        return None
+    measured = MEASURED.get((op, outputs, inputs))
+    if measured is not None:
+        cut = measured[min(count for count in measured if count >= rows)]
+        return None if cut is None else LinearConfig(**read_cut(cut))
+    if outputs >= 1 << 16:
+        return _many_outputs(rows)
     return _few_rows(op, rows, outputs, inputs) if rows <= 16 else _more_rows(op, rows, outputs, inputs)
 
 
-def _few_rows(op: Op, rows: int, outputs: int, inputs: int) -> LinearConfig:
-    """About as many programs as an H200 has multiprocessors, or a few times that, each with all its weights
-    in flight at once."""
-    rows, early = next_power_of_2(rows), rows == 1
-    if inputs >= DEEPEST:
-        # Folding the norm in takes registers that 16 rows do not have.
-        depth = DEPTH if rows == 1 and op == "add" else DEPTH // 2
-        return LinearConfig("slab", rows, columns=16, depth=depth, stages=1, folds=rows < 16)
-    slabs = ceil_div(inputs, DEPTH)
+# What follows extends the measured shapes to others: small layers gain from one slab in flight a program,
+# large ones stream at cuBLAS's speed from two rows on.
+
+
+def _many_outputs(rows: int) -> LinearConfig | None:
+    """Projection to a vocabulary."""
+    if rows > 64:
+        return None
+    if rows in range(9, 17):
+        return LinearConfig("tile", rows=16, columns=128, depth=128, warps=8, stages=3, folds=False)
+    return LinearConfig("tile", rows=_tile_rows(rows), columns=64, depth=128, stages=4, folds=False)
+
+
+def _few_rows(op: Op, rows: int, outputs: int, inputs: int) -> LinearConfig | None:
+    if outputs * inputs > SMALL:
+        if rows > 1:
+            return None
+        return LinearConfig("slab", 1, columns=16, depth=DEPTH, stages=1, folds=op == "plain")
+    if rows > 8 and op != "add":
+        return LinearConfig("tile", rows=16, columns=64, depth=128, stages=4, folds=False)
+    slabs, early = ceil_div(inputs, DEPTH), rows == 1
+    rows = next_power_of_2(rows)
     if outputs <= 2048:
-        return LinearConfig("slab", rows, columns=8, depth=DEPTH, warps=8, stages=slabs, early=early)
-    return LinearConfig("slab", rows, columns=16, depth=DEPTH, warps=4, stages=min(slabs, 2), early=early)
+        return LinearConfig("slab", rows, columns=8, depth=DEPTH, stages=slabs, early=early)
+    return LinearConfig("slab", rows, columns=16, depth=DEPTH, stages=min(slabs, 2), early=early)
 
 
-def _more_rows(op: Op, rows: int, outputs: int, inputs: int) -> LinearConfig:
-    tile = 32 if rows <= 32 else 64
-    if outputs >= 1 << 14:
-        return LinearConfig("tile", rows=tile, columns=128, depth=64, stages=4, folds=False)
-    splits = min(4, ceil_div(inputs, 512)) if op == "add" and outputs <= 2048 else 1
-    return LinearConfig("tile", rows=tile, columns=64, depth=128, splits=splits, stages=3, folds=False)
+def _more_rows(op: Op, rows: int, outputs: int, inputs: int) -> LinearConfig | None:
+    if rows > 64 or outputs * inputs > SMALL:
+        return None
+    if op != "add":
+        return LinearConfig("tile", rows=_tile_rows(rows), columns=64, depth=64, stages=6, folds=False)
+    splits = min(4, ceil_div(inputs, 512)) if outputs <= 2048 else 1
+    return LinearConfig("tile", _tile_rows(rows), columns=64, depth=128, splits=splits, stages=3, folds=False)
+
+
+def _tile_rows(rows: int) -> int:
+    return max(16, min(64, next_power_of_2(rows)))
 
 
 class LinearScratch:

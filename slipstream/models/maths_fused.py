@@ -18,6 +18,7 @@ import torch.nn.functional as F
 
 from slipstream.attention.protocol import AttendQkv, HeadPrep
 from slipstream.kernels.linear import (
+    MOST_ROWS,
     LinearConfig,
     LinearScratch,
     Norm,
@@ -34,9 +35,6 @@ from slipstream.layers.embedding import Embedding
 from slipstream.layers.rotary import Rotary
 
 Tensor = torch.Tensor
-
-# Products of more rows are never split, so that their sums need no scratch.
-MOST_SPLIT_ROWS = 256
 
 
 class FusedNorm:
@@ -127,7 +125,7 @@ class FusedMaths:
 def _most_scratch(outputs: int, inputs: int, dtype: torch.dtype, invariant: bool) -> tuple[int, int]:
     """Sums and tiles that any count of rows needs."""
     sums = tiles = 0
-    for rows in range(1, MOST_SPLIT_ROWS + 1):
+    for rows in range(1, MOST_ROWS + 1):  # products of more are never split
         config = choose_linear_config("add", rows, outputs, inputs, dtype, invariant)
         if config is not None:
             needed = scratch_size(rows, outputs, config)
