@@ -66,7 +66,7 @@ class PagedTritonAttention:
         """Room for any count of lanes: fewer lanes are split more often."""
         kv_heads = layer.num_kv_heads
         pieces = max(
-            choose_decode(lanes, kv_heads, layer.head_dim, self.dtype).pieces(lanes, kv_heads, self.device)
+            choose_decode(lanes, layer, self.dtype).pieces(lanes, kv_heads, self.device)
             for lanes in range(1, max_lanes + 1)
         )
         return DecodeScratch(max_lanes, layer, ceil_div(pieces, max_lanes), self.device)
@@ -102,6 +102,12 @@ class PagedTritonStep:
         self._lanes = PagedLanes(batch.row_L, batch.length_L, batch.blocks_RB, start_L1)
         self._tiles: dict[int, QueryTiles] = {}
         self._work: dict[tuple[DecodeConfig, int, int | None, bool], DecodeWork] = {}
+        # Lists are made at the step's beginning: attention reads them before its predecessor has ended.
+        for shape, varlen in zip(backend.layers, backend.varlen, strict=True):
+            if not backend.batch_invariant:
+                self._list_work(self._decode_config(shape), shape, self._decode_only)
+            if not self._decode_only:
+                self._list_tiles(varlen.queries(shape), len(self._position_T))
 
     def __call__(self, layer: int, q_THD: Tensor, k_TGD: Tensor, v_TGD: Tensor) -> Tensor:
         store_kv(k_TGD, v_TGD, self._slot_T, self._backend.pools[layer])
@@ -134,10 +140,10 @@ class PagedTritonStep:
 
     def _decode_config(self, shape: LayerAttention) -> DecodeConfig:
         lanes = self._lanes.row_L.shape[0]
-        return choose_decode(lanes, shape.num_kv_heads, shape.head_dim, self._backend.dtype)
+        return choose_decode(lanes, shape, self._backend.dtype)
 
     def _list_work(self, config: DecodeConfig, shape: LayerAttention, from_qkv: bool) -> DecodeWork | None:
-        if not config.per_sm:
+        if not (config.per_sm or config.ordered):
             return None
         key = (config, shape.num_kv_heads, shape.window, from_qkv)
         if key not in self._work:

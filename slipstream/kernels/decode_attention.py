@@ -22,7 +22,6 @@ from slipstream.kernels.backend import (
     jit,
     jit_with,
     next_power_of_2,
-    pdl_begin,
     pdl_options,
     tl,
     use_triton,
@@ -136,8 +135,10 @@ def _launch(
     pieces = config.pieces(count, kv_heads, source_TXD.device)
     if pieces > count and not scratch.holds(count, shape, pieces):
         raise ValueError(f"scratch is too small for {count} lanes in {pieces} pieces")
-    if listed and work is None:
+    early = pdl_options(out_THD)
+    if work is None and (listed or config.ordered):
         work = list_decode_work(lanes, shape, config, prep is not None)
+        early = dict.fromkeys(early, False)  # the list is read before the wait
     items, starts = (lanes.length_L, lanes.length_L) if work is None else (work.item_IF, work.start_Q1)
     grid = (kv_heads, starts.shape[0] - 1) if listed else (kv_heads, count, config.splits)
     scale, soft_cap = score_factors(shape)
@@ -158,8 +159,8 @@ def _launch(
         BLOCK_SIZE=pool.block_size, TILE=config.tile, SPLITS=config.splits, MIN_TILES=config.min_tiles,
         WINDOW=shape.window or 0, CAPPED=shape.soft_cap is not None, FROM_QKV=prep is not None,
         NORMED=prep is not None and prep.norm_YD is not None, MIXED=lanes.query_start_L1 is not None,
-        LISTED=listed, ITEM=FIELDS,
-        **pdl_options(out_THD), num_warps=config.warps, num_stages=config.stages,
+        LISTED=listed, ORDERED=config.ordered, ITEM=FIELDS,
+        **early, num_warps=config.warps, num_stages=config.stages,
     )
 
 
@@ -173,10 +174,10 @@ def _decode_kernel(
     KV_HEADS: tl.constexpr, GROUP: tl.constexpr, ROWS: tl.constexpr, HEAD: tl.constexpr,
     HALF_PAD: tl.constexpr, BLOCK_SIZE: tl.constexpr, TILE: tl.constexpr, SPLITS: tl.constexpr,
     MIN_TILES: tl.constexpr, WINDOW: tl.constexpr, CAPPED: tl.constexpr, FROM_QKV: tl.constexpr,
-    NORMED: tl.constexpr, MIXED: tl.constexpr, LISTED: tl.constexpr, ITEM: tl.constexpr, PDL: tl.constexpr,
+    NORMED: tl.constexpr, MIXED: tl.constexpr, LISTED: tl.constexpr, ORDERED: tl.constexpr,
+    ITEM: tl.constexpr, PDL: tl.constexpr,
 ) -> None:
     kv_head = tl.program_id(0)
-    pdl_begin(PDL)
     if LISTED:
         share = starts + tl.program_id(1)
         for item in range(tl.load(share), tl.load(share + 1)):
@@ -188,10 +189,12 @@ def _decode_kernel(
                 keys, values, blocks, slots, rope, norm, partial_acc, partial_lse, counter, scale, soft_cap,
                 eps, k_factor, v_factor, v_scale, token_stride, head_stride, out_token_stride,
                 out_head_stride, blocks_stride, rope_stride, norm_stride, KV_HEADS, GROUP, ROWS, HEAD,
-                HALF_PAD, BLOCK_SIZE, TILE, SPLITS, WINDOW, CAPPED, FROM_QKV, NORMED,
+                HALF_PAD, BLOCK_SIZE, TILE, SPLITS, WINDOW, CAPPED, FROM_QKV, NORMED, PDL,
             )
     else:
         lane, split = tl.program_id(1).to(tl.int64), tl.program_id(2)
+        if ORDERED:
+            lane = tl.load(items + lane).to(tl.int64)
         token, length, begin, end, pieces = _cut(
             lane, split, lengths, query_start, TILE, SPLITS, MIN_TILES, WINDOW, FROM_QKV, MIXED
         )
@@ -202,7 +205,7 @@ def _decode_kernel(
                 keys, values, blocks, slots, rope, norm, partial_acc, partial_lse, counter, scale, soft_cap,
                 eps, k_factor, v_factor, v_scale, token_stride, head_stride, out_token_stride,
                 out_head_stride, blocks_stride, rope_stride, norm_stride, KV_HEADS, GROUP, ROWS, HEAD,
-                HALF_PAD, BLOCK_SIZE, TILE, SPLITS, WINDOW, CAPPED, FROM_QKV, NORMED,
+                HALF_PAD, BLOCK_SIZE, TILE, SPLITS, WINDOW, CAPPED, FROM_QKV, NORMED, PDL,
             )
 
 

@@ -16,7 +16,8 @@ class DecodeConfig:
 
     per_sm 0: a program for each lane, KV head and piece, at most `splits` pieces a lane. Else a persistent
     grid of per_sm programs a multiprocessor, which share all tiles evenly (see decode_work); splits is then
-    how many partial results are merged at a time.
+    how many partial results are merged at a time. ordered: of the first form, the longest lanes start first,
+    for more programs than run at once.
     """
 
     splits: int
@@ -25,6 +26,7 @@ class DecodeConfig:
     stages: int
     min_tiles: int = 1
     per_sm: int = 0
+    ordered: bool = False
 
     def shares(self, num_kv_heads: int, device: torch.device) -> int:
         """Programs of each KV head in the persistent form."""
@@ -35,18 +37,21 @@ class DecodeConfig:
         return lanes + self.shares(num_kv_heads, device) if self.per_sm else lanes * self.splits
 
 
-def choose_decode(lanes: int, num_kv_heads: int, head_dim: int, dtype: torch.dtype) -> DecodeConfig:
-    """By a sweep on an H200 at head size 128: few lanes want many splits, many lanes small programs."""
-    programs = lanes * num_kv_heads
+def choose_decode(lanes: int, shape: LayerAttention, dtype: torch.dtype) -> DecodeConfig:
+    """By a sweep on an H200 at head size 128 and contexts of 384 to 12,000 tokens (tests/gpu/
+    time_attention.py): few lanes want many pieces, some lanes even shares, many lanes small programs."""
+    programs = lanes * shape.num_kv_heads
     # Tiles of 8 KiB, so that every choice below fits in shared memory.
-    tile = max(MIN_ROWS, min(32, 8192 // (next_power_of_2(head_dim) * dtype.itemsize)))
+    tile = max(MIN_ROWS, min(32, 8192 // (next_power_of_2(shape.head_dim) * dtype.itemsize)))
     if programs <= 16:
-        return DecodeConfig(splits=16, tile=2 * tile, warps=4, stages=3)
+        return DecodeConfig(splits=32, tile=MIN_ROWS, warps=1, stages=3)
     if programs <= 256:
-        return DecodeConfig(splits=16, tile=tile, warps=1, stages=3, min_tiles=2)
+        return DecodeConfig(splits=8, tile=tile, warps=1, stages=3, per_sm=6)
     if programs <= 1024:
-        return DecodeConfig(splits=8, tile=2 * tile, warps=4, stages=3, min_tiles=16)
-    return DecodeConfig(splits=4, tile=tile, warps=1, stages=2, min_tiles=64)
+        return DecodeConfig(splits=8, tile=tile, warps=1, stages=3, min_tiles=32)
+    # With two stages ten programs share a multiprocessor, which small groups gain from.
+    stages = 2 if shape.group <= 2 else 3
+    return DecodeConfig(splits=4, tile=tile, warps=1, stages=stages, min_tiles=64, ordered=True)
 
 
 class DecodeScratch:

@@ -9,7 +9,7 @@ from __future__ import annotations
 from typing import Any
 
 from slipstream.kernels.attention_common import FLOOR, block_and_place, capped_scores, softmax_step
-from slipstream.kernels.backend import Arg, jit, tl
+from slipstream.kernels.backend import Arg, jit, pdl_begin, tl
 from slipstream.kernels.qkv_write import head_norm, rotate_halves
 
 
@@ -31,8 +31,12 @@ def attend_piece(
     KV_HEADS: tl.constexpr, GROUP: tl.constexpr, ROWS: tl.constexpr, HEAD: tl.constexpr,
     HALF_PAD: tl.constexpr, BLOCK_SIZE: tl.constexpr, TILE: tl.constexpr, SPLITS: tl.constexpr,
     WINDOW: tl.constexpr, CAPPED: tl.constexpr, FROM_QKV: tl.constexpr, NORMED: tl.constexpr,
+    PDL: tl.constexpr,
 ) -> None:
-    """Tiles begin .. end - 1 of a lane. place: where the lane's partial results begin; lane, token: int64."""
+    """Tiles begin .. end - 1 of a lane. place: where the lane's partial results begin; lane, token: int64.
+
+    What is read before pdl_begin was written several kernels ago, or is constant.
+    """
     member = tl.arange(0, ROWS)
     column = tl.arange(0, HALF_PAD)[None, :]
     head = (kv_head * GROUP + member)[:, None]
@@ -43,20 +47,24 @@ def attend_piece(
     here, _ = block_and_place(begin, TILE, BLOCK_SIZE)
     block = tl.load(block_row + here, mask=begin * TILE + tl.arange(0, TILE) < stored, other=0)
     at = source + token * token_stride + column
-    q_low = tl.load(at + head * head_stride, mask=in_group, other=0.0)
-    q_high = tl.load(at + head * head_stride + HEAD // 2, mask=in_group, other=0.0)
     if FROM_QKV:
         angle = rope + (length - 1).to(tl.int64) * rope_stride + column
         cos = tl.load(angle, mask=column < HEAD // 2, other=0.0)
         sin = tl.load(angle + HEAD + HEAD // 2, mask=column < HEAD // 2, other=0.0)
-        q_low, q_high = _prepare(
-            q_low, q_high, norm + head * norm_stride + column, in_group, cos, sin, eps, HEAD, NORMED
-        )
+        slot = tl.load(slots + lane)
+        key_head = KV_HEADS * GROUP + kv_head
+        q_norm = _norm_weights(norm + head * norm_stride + column, in_group, HEAD, NORMED)
+        k_norm = _norm_weights(norm + key_head * norm_stride + column, column < HEAD // 2, HEAD, NORMED)
+    pdl_begin(PDL)
+    q_low = tl.load(at + head * head_stride, mask=in_group, other=0.0)
+    q_high = tl.load(at + head * head_stride + HEAD // 2, mask=in_group, other=0.0)
+    if FROM_QKV:
+        q_low, q_high = _prepare(q_low, q_high, q_norm, cos, sin, eps, HEAD, NORMED)
         q_low, q_high = q_low.to(source.dtype.element_ty), q_high.to(source.dtype.element_ty)
         top, total, acc_low, acc_high = _own_key(
-            q_low, q_high, at, keys, values, slots + lane, norm, kv_head, piece == 0, column, cos, sin,
-            scale, soft_cap, eps, k_factor, v_factor, head_stride, norm_stride,
-            KV_HEADS, GROUP, HEAD, BLOCK_SIZE, CAPPED, NORMED,
+            q_low, q_high, at + key_head * head_stride, keys, values, slot, k_norm, kv_head, piece == 0,
+            column, cos, sin, scale, soft_cap, eps, k_factor, v_factor, head_stride,
+            KV_HEADS, HEAD, BLOCK_SIZE, CAPPED, NORMED,
         )
     else:
         top, total = tl.full([ROWS], FLOOR, tl.float32), tl.zeros([ROWS], tl.float32)
@@ -104,44 +112,50 @@ def _finish(
 
 
 @jit
+def _norm_weights(weight: Arg, inside: Arg, HEAD: tl.constexpr, NORMED: tl.constexpr) -> Any:
+    """Both halves of the norm's weights; ones that nobody uses where there is no norm."""
+    if NORMED:
+        low = tl.load(weight, mask=inside, other=0.0)
+        high = tl.load(weight + HEAD // 2, mask=inside, other=0.0)
+        return low, high
+    else:
+        return 1.0, 1.0
+
+
+@jit
 def _prepare(
-    low: Arg, high: Arg, weight: Arg, inside: Arg, cos: Arg, sin: Arg, eps: Arg,
+    low: Arg, high: Arg, weights: Arg, cos: Arg, sin: Arg, eps: Arg,
     HEAD: tl.constexpr, NORMED: tl.constexpr,
 ) -> Any:
     """Heads of q or k, normalised and turned, in float32."""
     low, high = low.to(tl.float32), high.to(tl.float32)
     if NORMED:
-        weight_low = tl.load(weight, mask=inside, other=0.0)
-        weight_high = tl.load(weight + HEAD // 2, mask=inside, other=0.0)
-        low, high = head_norm(low, high, weight_low, weight_high, eps, HEAD)
+        low, high = head_norm(low, high, weights[0], weights[1], eps, HEAD)
     return rotate_halves(low, high, cos, sin)
 
 
 @jit
 def _own_key(
-    q_low: Arg, q_high: Arg, at: Arg, keys: Arg, values: Arg, slot: Arg, norm: Arg, kv_head: Arg,
+    q_low: Arg, q_high: Arg, k_at: Arg, keys: Arg, values: Arg, slot: Arg, norm: Arg, kv_head: Arg,
     is_first: Arg, column: Arg, cos: Arg, sin: Arg, scale: Arg, soft_cap: Arg, eps: Arg, k_factor: Arg,
-    v_factor: Arg, head_stride: Arg, norm_stride: Arg,
-    KV_HEADS: tl.constexpr, GROUP: tl.constexpr, HEAD: tl.constexpr, BLOCK_SIZE: tl.constexpr,
+    v_factor: Arg, head_stride: Arg,
+    KV_HEADS: tl.constexpr, HEAD: tl.constexpr, BLOCK_SIZE: tl.constexpr,
     CAPPED: tl.constexpr, NORMED: tl.constexpr,
 ) -> Any:
-    """The token's own K and V: stored by the first piece, and the start of that piece's softmax. Never read
+    """The token's own K and V, at k_at and KV_HEADS heads further: stored by the first piece, and the start of that piece's softmax. Never read
     back, so no program waits for another's store."""
     in_half = column < HEAD // 2
-    key_head = KV_HEADS * GROUP + kv_head
-    k_at = at + key_head * head_stride
     v_at = k_at + KV_HEADS * head_stride
     k_low, k_high = _prepare(
         tl.load(k_at, mask=in_half, other=0.0), tl.load(k_at + HEAD // 2, mask=in_half, other=0.0),
-        norm + key_head * norm_stride + column, in_half, cos, sin, eps, HEAD, NORMED,
+        norm, cos, sin, eps, HEAD, NORMED,
     )
     k_low = (k_low * k_factor).to(keys.dtype.element_ty)
     k_high = (k_high * k_factor).to(keys.dtype.element_ty)
     v_low = tl.load(v_at, mask=in_half, other=0.0).to(tl.float32) * v_factor
     v_high = tl.load(v_at + HEAD // 2, mask=in_half, other=0.0).to(tl.float32) * v_factor
     v_low, v_high = v_low.to(values.dtype.element_ty), v_high.to(values.dtype.element_ty)
-    place = tl.load(slot)
-    place = ((place // BLOCK_SIZE * KV_HEADS + kv_head) * BLOCK_SIZE + place % BLOCK_SIZE) * HEAD + column
+    place = ((slot // BLOCK_SIZE * KV_HEADS + kv_head) * BLOCK_SIZE + slot % BLOCK_SIZE) * HEAD + column
     if is_first:
         tl.store(keys + place, k_low, mask=in_half)
         tl.store(keys + place + HEAD // 2, k_high, mask=in_half)

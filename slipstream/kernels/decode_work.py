@@ -4,6 +4,8 @@ All lanes' tiles stand in one row, which is cut into near equal shares, one for 
 item is what one share has of one lane: an entry [lane, token, row, length, first tile, end of tiles, piece,
 pieces]. A lane's pieces are neighbours in the list, and depend on lengths alone, never on timing.
 
+The grid form has a simpler list, where it wants one: its lanes, the longest first.
+
 Legend: L lanes, I items, F fields, Q shares.
 """
 
@@ -39,7 +41,8 @@ LIST_AT_ONCE = 32
 
 @dataclass(frozen=True, slots=True)
 class DecodeWork:
-    """int32: item_IF, I = L + Q, enough for any lengths; start_Q1 [Q + 1], each share's first item."""
+    """int32: item_IF, I = L + Q, enough for any lengths; start_Q1 [Q + 1], each share's first item. Of the
+    grid form: item_IF [L, 1], lanes in order; start_Q1 is not used."""
 
     item_IF: Tensor
     start_Q1: Tensor
@@ -48,10 +51,12 @@ class DecodeWork:
 def list_decode_work(
     lanes: PagedLanes, shape: LayerAttention, config: DecodeConfig, from_qkv: bool
 ) -> DecodeWork:
-    """The work of the lanes with one token. from_qkv: the token's own key is not in the pool yet. Layers of
+    """The work of the lanes with one token, or their order. from_qkv: the token's own key is not in the pool yet. Layers of
     one window, count of KV heads and config may share the list."""
     lanes.check()
     count, device = lanes.row_L.shape[0], lanes.row_L.device
+    if config.ordered:
+        return _order_lanes(lanes.length_L)
     shares = config.shares(shape.num_kv_heads, device)
     if not use_triton(lanes.row_L):
         return list_decode_work_reference(lanes, shape, config, from_qkv, shares)
@@ -98,6 +103,34 @@ def list_decode_work_reference(
     items += [[0] * FIELDS] * (count + shares - len(items))
     item_IF = torch.tensor(items, dtype=torch.int32, device=lanes.row_L.device)
     return DecodeWork(item_IF, torch.tensor(starts, dtype=torch.int32, device=lanes.row_L.device))
+
+
+def _order_lanes(length_L: Tensor) -> DecodeWork:
+    """Equal lengths keep their order."""
+    lanes = length_L.shape[0]
+    if not use_triton(length_L):
+        order_L = torch.sort(length_L, descending=True, stable=True).indices.int()
+        return DecodeWork(order_L.unsqueeze(1), order_L)
+    order_L = length_L.new_empty(lanes)
+    _order_kernel[(ceil_div(lanes, LIST_AT_ONCE),)](
+        length_L, order_L, lanes, LANES=max(FEW_LANES, next_power_of_2(lanes)), AT_ONCE=LIST_AT_ONCE,
+        **pdl_options(order_L), num_warps=4,
+    )
+    return DecodeWork(order_L.unsqueeze(1), order_L)
+
+
+@jit_with(do_not_specialize=("lanes",))
+def _order_kernel(
+    lengths: Arg, order: Arg, lanes: Arg, LANES: tl.constexpr, AT_ONCE: tl.constexpr, PDL: tl.constexpr
+) -> None:
+    lane = tl.program_id(0) * AT_ONCE + tl.arange(0, AT_ONCE)[:, None]
+    other = tl.arange(0, LANES)[None, :]
+    pdl_begin(PDL)
+    length = tl.load(lengths + lane, mask=lane < lanes, other=0)
+    others = tl.load(lengths + other, mask=other < lanes, other=-1)
+    ahead = (others > length) | ((others == length) & (other < lane))
+    rank = tl.sum(ahead.to(tl.int32), 1)[:, None]
+    tl.store(order + rank, lane, mask=lane < lanes)
 
 
 @jit

@@ -16,6 +16,7 @@ import torch
 import torch.nn.functional as F
 
 from slipstream.kernels.backend import ceil_div, next_power_of_2, pdl_options, use_triton
+from slipstream.kernels.linear_direct import direct_kernel
 from slipstream.kernels.linear_kernels import slab_kernel, tile_kernel
 from slipstream.kernels.linear_table import MEASURED, read_cut
 from slipstream.kernels.rms_norm import rms_norm, rms_norm_reference
@@ -37,12 +38,13 @@ class LinearConfig:
     from slabs of `depth` inputs; `splits` programs share the inputs of a tile.
 
     kind: "slab" gives each warp a part of a slab; where weights are at most `stages` slabs deep, all are read
-    before the predecessor ends, else one slab ahead. "tile" is a plain product through shared memory with
+    before the predecessor ends, else one slab ahead. "direct" too, but `stages` slabs are always in flight,
+    and shared memory is not used; norms go before. "tile" is a plain product through shared memory with
     `stages` slabs in flight. early: the successor's prologue starts at once, not when this kernel's inputs
     are ready. folds: a norm is part of the product, not a kernel before it.
     """
 
-    kind: Literal["slab", "tile"]
+    kind: Literal["slab", "direct", "tile"]
     rows: int
     columns: int
     depth: int
@@ -235,7 +237,7 @@ def _check(
     weight_K = norm.weight_K
     if weight_K.shape != x_MK.shape[1:] or weight_K.dtype != torch.float32 or weight_K.stride(0) != 1:
         raise ValueError("the norm's weight must be float32 [K], adjacent")
-    if config.folds:
+    if config.folds and config.kind != "direct":
         return x_MK, norm
     return rms_norm(x_MK, weight_K, norm.eps, weight_NK.dtype), None
 
@@ -260,9 +262,9 @@ def _launch(
     each = outputs // 2 if op == "gated" else outputs
     even = inputs == slabs * config.depth * config.splits and each % tile_outputs == 0
     partial, counter = (out, out) if scratch is None else (scratch.partial, scratch.counter)
-    is_slab = config.kind == "slab"
-    extra = {"CHUNKS": config.warps, "AHEAD": config.stages} if is_slab else {"num_stages": config.stages}
-    kernel = slab_kernel if is_slab else tile_kernel
+    is_tile = config.kind == "tile"
+    extra = {"num_stages": config.stages} if is_tile else {"CHUNKS": config.warps, "AHEAD": config.stages}
+    kernel = {"slab": slab_kernel, "direct": direct_kernel, "tile": tile_kernel}[config.kind]
     kernel[(ceil_div(rows, config.rows), ceil_div(each, tile_outputs), config.splits)](
         x_MK, weight_NK, weight_NK if bias_N is None else bias_N, x_MK if norm is None else norm.weight_K,
         out, partial, counter, rows, 0.0 if norm is None else norm.eps, x_MK.stride(0), out.stride(0),

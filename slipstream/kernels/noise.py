@@ -15,7 +15,7 @@ from typing import Any
 
 import torch
 
-from slipstream.kernels.backend import Arg, jit, tl
+from slipstream.kernels.backend import INTERPRETED, Arg, jit, tl
 
 Tensor = torch.Tensor
 
@@ -79,6 +79,8 @@ def _shift_right(words: Tensor, count: int) -> Tensor:
 
 
 _A, _B = tl.constexpr(MULTIPLY_A), tl.constexpr(MULTIPLY_B & 0xFFFFFFFF)
+_HALF_STEP = tl.constexpr(2.0**-25)
+_NATIVE = tl.constexpr(not INTERPRETED)
 _START_0, _START_1 = (tl.constexpr(start & 0xFFFFFFFF) for start in KEY_STARTS)
 
 
@@ -103,10 +105,39 @@ def lane_key(seed_lo: Arg, seed_hi: Arg, position: Arg, PURPOSE: tl.constexpr) -
 
 @jit
 def token_cost(mixed: Arg, key0: Arg, key1: Arg) -> Any:
-    """gumbel_cost in a kernel; mixed: mix_word of the token ids, which lanes may share."""
+    """gumbel_cost in a kernel, to a few parts in a million; mixed: mix_word of the token ids, which lanes may
+    share."""
     bits = (mixed ^ key0) * _A
     bits ^= bits >> 15
-    bits = (bits + key1) * _B
-    bits ^= bits >> 16
-    # An accurate log: near 1 the cost is the distance to it, and a fast log has no digits there.
-    return -tl.log(tl.maximum((bits >> 8).to(tl.float32), 0.5) * 5.9604644775390625e-08)
+    bits = bits * _B + key1 * _B
+    # The top 24 bits of bits ^ bits >> 16, counted from the float 1: in steps of 2**-23 up to 2, of 2**-22
+    # from there. Conversion from int runs in the GPU's slow unit, as logarithms and exponentials do.
+    counted = (((bits >> 8) ^ (bits >> 24)) + 0x3F800000).to(tl.float32, bitcast=True)
+    share = tl.maximum(tl.minimum(counted * 0.25, counted * 0.5 - 0.5), _HALF_STEP)
+    # Near 1 the fast logarithm has no digits left, but there rest is exact and its series short.
+    rest = 1.0 - share
+    series = 0.3333333333 + rest * (0.25 + rest * (0.2 + rest * 0.1666666667))
+    series = rest + rest * rest * (0.5 + rest * series)
+    return tl.where(rest < 0.125, series, fast_log2(share) * -0.6931471805599453)
+
+
+@jit
+def fast_log2(value: Arg) -> Any:
+    """To 2**-22: absolute from 0.5 to 2, relative elsewhere. float32, positive, not subnormal."""
+    if _NATIVE:
+        return tl.inline_asm_elementwise(
+            "lg2.approx.ftz.f32 $0, $1;", "=f,f", [value], dtype=tl.float32, is_pure=True, pack=1
+        )
+    else:
+        return tl.log2(value)
+
+
+@jit
+def fast_exp2(value: Arg) -> Any:
+    """To 2**-22, relative; float32; 0 where the power is subnormal."""
+    if _NATIVE:
+        return tl.inline_asm_elementwise(
+            "ex2.approx.ftz.f32 $0, $1;", "=f,f", [value], dtype=tl.float32, is_pure=True, pack=1
+        )
+    else:
+        return tl.exp2(value)

@@ -14,6 +14,7 @@ import logging
 import os
 import subprocess
 import sys
+import threading
 from collections.abc import Callable, Sequence
 from importlib import import_module
 from pathlib import Path
@@ -59,23 +60,36 @@ class Workers:
 
 
         def start() -> subprocess.Popen[str]:
-            pipe, nothing = subprocess.PIPE, subprocess.DEVNULL
-            return subprocess.Popen(command, stdin=pipe, stdout=nothing, env=environment, text=True)
+            pipe = subprocess.PIPE
+            return subprocess.Popen(command, stdin=pipe, stdout=pipe, env=environment, text=True)
 
         self._workers = [start() for _ in range(count)]
 
     def compile(self, launches: Sequence[str]) -> None:
         """Returns when all are done. A kernel that a worker could not compile is compiled at its launch,
         where its error shows."""
-        for number, worker in enumerate(self._workers):
-            assert worker.stdin is not None
-            try:
-                worker.stdin.write("".join(f"{line}\n" for line in launches[number :: len(self._workers)]))
-                worker.stdin.close()
-            except BrokenPipeError:
-                log.warning("a process that compiles kernels has died; its share is compiled at first launch")
-        for worker in self._workers:
-            worker.wait()
+        left = list(reversed(launches))
+        threads = [threading.Thread(target=self._feed, args=(worker, left)) for worker in self._workers]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+
+    def _feed(self, worker: subprocess.Popen[str], left: list[str]) -> None:
+        """A worker gets one launch after the other: some take many times as long as others."""
+        assert worker.stdin is not None
+        assert worker.stdout is not None
+        try:
+            while True:
+                worker.stdin.write(left.pop() + "\n")
+                worker.stdin.flush()
+                if not worker.stdout.readline():
+                    raise BrokenPipeError
+        except IndexError:
+            worker.stdin.close()
+        except BrokenPipeError:
+            log.warning("a process that compiles kernels has died; its kernel is compiled at first launch")
+        worker.wait()
 
     def stop(self) -> None:
         """End them without work."""
@@ -125,6 +139,7 @@ def main() -> None:
         launch = json.loads(line)
         name = json.loads(launch["data"])["name"].rpartition(".")[2]
         getattr(import_module(launch["module"]), name).preload(launch["data"])
+        print("done", flush=True)
 
 
 if __name__ == "__main__":

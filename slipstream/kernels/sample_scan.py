@@ -1,8 +1,11 @@
 """The one read of a step's logits that sampling makes: what each piece of a row has to say.
 
-Of every piece: its highest logit and its sum (for finiteness); for greedy rows the highest's id; for rows
-without truncation the best noisy token, relative to the piece's highest; for rows with truncation the highest
-of every 32 tokens, and, where top_p needs it, the piece's weight.
+Of every piece: its highest logit and its sum (for finiteness); for rows with top_k the highest of every 32
+tokens; for other sampled rows the best noisy score and, where top_p needs it, the weight, both relative to
+the piece's highest. Which token is the highest or the best is left to the next kernel, which looks through
+the one piece that wins.
+
+Scores are log2(noise cost) + distance / ln 2: the order of logit / temperature + Gumbel noise, the least wins.
 
 Legend: N sampling lanes, V vocabulary, C pieces, D chunks of 32 tokens, R rows.
 """
@@ -15,12 +18,19 @@ from typing import Any
 import torch
 
 from slipstream.kernels.backend import Arg, ceil_div, jit, jit_with, pdl_begin, pdl_options, tl
-from slipstream.kernels.noise import PURPOSE_TOKEN, lane_key, mix_word, token_cost
-from slipstream.kernels.search import FAR, LOWEST
+from slipstream.kernels.noise import (
+    PURPOSE_TOKEN,
+    fast_exp2,
+    fast_log2,
+    lane_key,
+    mix_word,
+    token_cost,
+)
+from slipstream.kernels.search import LOG2_E, LOWEST
 
 Tensor = torch.Tensor
 
-PIECE, CHUNK = 4096, 32
+PIECE, CHUNK = 2048, 32
 # Lanes that share a program share the first half of the noise hash; few lanes want many programs.
 LANES_TOGETHER = 4
 
@@ -57,14 +67,13 @@ class RowParams:
 
 
 class Scan:
-    """What a scan found. best, sum, score, mass: float32 [N, C]; id: int32 [N, C]; chunk: float32 [N, D]."""
+    """What a scan found, float32. best, sum, score, mass: [N, C]; chunk: [N, D]."""
 
     def __init__(self, lanes: int, vocab: int, device: torch.device, sum_NC: Tensor | None) -> None:
         self.pieces, self.chunks = ceil_div(vocab, PIECE), ceil_div(vocab, CHUNK)
         floats = torch.empty(4, lanes, self.pieces, dtype=torch.float32, device=device)
         self.best_NC, self.score_NC, self.mass_NC, own_sum_NC = floats.unbind()
         self.sum_NC = own_sum_NC if sum_NC is None else sum_NC
-        self.id_NC = torch.empty(lanes, self.pieces, dtype=torch.int32, device=device)
         self.chunk_ND = torch.empty(lanes, self.chunks, dtype=torch.float32, device=device)
 
 
@@ -78,10 +87,10 @@ def scan_rows(
     together = LANES_TOGETHER if lanes >= 64 else 1
     _scan_kernel[(scan.pieces, ceil_div(lanes, together))](
         logits_NV, row_N, length_N, *params.columns(), params.stride,
-        scan.best_NC, scan.id_NC, scan.sum_NC, scan.score_NC, scan.mass_NC, scan.chunk_ND,
+        scan.best_NC, scan.sum_NC, scan.score_NC, scan.mass_NC, scan.chunk_ND,
         lanes, logits_NV.stride(0), VOCAB=vocab, PIECES=scan.pieces, CHUNKS=scan.chunks, PIECE=PIECE,
         CHUNK=CHUNK, TOGETHER=together, SUMS=sum_NC is None, PURPOSE=PURPOSE_TOKEN,
-        **pdl_options(logits_NV), num_warps=8, maxnreg=80,
+        **pdl_options(logits_NV), num_warps=4, maxnreg=80,
     )  # fmt: skip
     return scan
 
@@ -101,47 +110,46 @@ def row_rules(
 def _scan_kernel(
     logits: Arg, rows: Arg, lengths: Arg, alive: Arg, temperatures: Arg, top_ks: Arg, top_ps: Arg,
     min_ps: Arg, seeds_lo: Arg, seeds_hi: Arg, row_stride: Arg,
-    best: Arg, ids: Arg, sums: Arg, scores: Arg, masses: Arg, chunk_best: Arg, lanes: Arg, stride: Arg,
+    best: Arg, sums: Arg, scores: Arg, masses: Arg, chunk_best: Arg, lanes: Arg, stride: Arg,
     VOCAB: tl.constexpr, PIECES: tl.constexpr, CHUNKS: tl.constexpr, PIECE: tl.constexpr,
     CHUNK: tl.constexpr, TOGETHER: tl.constexpr, SUMS: tl.constexpr, PURPOSE: tl.constexpr,
     PDL: tl.constexpr,
 ) -> None:
     piece = tl.program_id(0)
+    first = (tl.program_id(1) * TOGETHER).to(tl.int64)
     token = piece * PIECE + tl.arange(0, PIECE)
     inside = token < VOCAB
     mixed = mix_word(token.to(tl.uint32))
-    chunk = piece * (PIECE // CHUNK) + tl.arange(0, PIECE // CHUNK)
     pdl_begin(PDL)
+    ahead = tl.load(logits + first * stride + token, mask=inside, other=float("-inf"))
+    row_ahead = tl.load(rows + first)
     for i in range(TOGETHER):
-        lane = (tl.program_id(1) * TOGETHER + i).to(tl.int64)
-        here = lane < lanes
-        row = tl.load(rows + lane, mask=here, other=0)
-        if tl.load(alive + row * row_stride, mask=here, other=0) != 0:
-            value = tl.load(logits + lane * stride + token, mask=inside, other=float("-inf")).to(tl.float32)
-            temperature, top_k, top_p, min_p = row_rules(
-                row, temperatures, top_ks, top_ps, min_ps, row_stride, VOCAB
-            )
-            top = tl.max(value, 0)
-            to = lane * PIECES + piece
+        lane, row, value = first + i, row_ahead, ahead.to(tl.float32)
+        # The next lane's logits are under way while this one's are worked on.
+        more = (i + 1 < TOGETHER) & (lane + 1 < lanes)
+        ahead = tl.load(logits + (lane + 1) * stride + token, mask=inside & more, other=float("-inf"))
+        row_ahead = tl.load(rows + lane + 1, mask=more, other=0)
+        live = (tl.load(alive + row * row_stride) != 0) & (lane < lanes)
+        temperature, top_k, top_p, _ = row_rules(
+            row, temperatures, top_ks, top_ps, min_ps, row_stride, VOCAB
+        )
+        lo, hi = tl.load(seeds_lo + row * row_stride), tl.load(seeds_hi + row * row_stride)
+        length = tl.load(lengths + lane, mask=live, other=0)
+        top = tl.max(value, 0)
+        to = lane * PIECES + piece
+        if live:
             tl.store(best + to, top)
             if SUMS:
                 tl.store(sums + to, tl.sum(tl.where(inside, value, 0.0), 0))
-            if temperature == 0.0:
-                tl.store(ids + to, tl.min(tl.where((value == top) & inside, token, FAR), 0))
-            else:
+            if (temperature > 0.0) & (top_k > 0):
+                highest = tl.max(tl.reshape(value, (PIECE // CHUNK, CHUNK)), 1)
+                chunk = piece * (PIECE // CHUNK) + tl.arange(0, PIECE // CHUNK)
+                tl.store(chunk_best + lane * CHUNKS + chunk, highest, mask=chunk < CHUNKS)
+            elif temperature > 0.0:
+                key0, key1 = lane_key(lo, hi, length, PURPOSE)
                 # Where a piece has no legal token its highest is -inf, and -inf - -inf would be NaN.
-                weight = tl.exp((value - tl.maximum(top, LOWEST)) * (1.0 / temperature))
-                if (top_k > 0) | (top_p < 1.0) | (min_p > 0.0):
-                    highest = tl.max(tl.reshape(value, (PIECE // CHUNK, CHUNK)), 1)
-                    tl.store(chunk_best + lane * CHUNKS + chunk, highest, mask=chunk < CHUNKS)
-                    if top_k == 0:
-                        tl.store(masses + to, tl.sum(weight, 0))
-                else:
-                    length = tl.load(lengths + lane)
-                    lo, hi = tl.load(seeds_lo + row * row_stride), tl.load(seeds_hi + row * row_stride)
-                    key0, key1 = lane_key(lo, hi, length, PURPOSE)
-                    # The order of weight / cost is that of logit + Gumbel noise, and saves a logarithm.
-                    ratio = weight / token_cost(mixed, key0, key1)
-                    high = tl.max(ratio, 0)
-                    tl.store(ids + to, tl.min(tl.where((ratio == high) & inside, token, FAR), 0))
-                    tl.store(scores + to, tl.log(high))
+                distance = (tl.maximum(top, LOWEST) - value) * (LOG2_E / temperature)
+                cost = token_cost(mixed, key0, key1) * fast_exp2(distance)
+                tl.store(scores + to, fast_log2(tl.min(cost, 0)))
+                if top_p < 1.0:
+                    tl.store(masses + to, tl.sum(fast_exp2(-distance), 0))

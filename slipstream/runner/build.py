@@ -90,6 +90,7 @@ def build_runner(plan: EnginePlan) -> BuiltRunner:
         # teams outnumber the cores, and then their waits sleep instead of spinning: steps took 1.8 times as
         # long. So all that computes runs on the stream's thread, from the first weight on.
         parts = cast(Parts, stream.submit(functools.partial(make_parts, plan, device)).wait())
+        log.info("weights are loaded: %.0f MiB", parts.model.num_bytes / 2**20)
         return _build_eager(parts, stream) if compiling is None else _build_bucketed(parts, stream, compiling)
     except Exception:
         if compiling is not None:

@@ -39,6 +39,7 @@ class Compiling:
             log.info("compiling %d kernels, once for this machine", len(launches))
             self._workers.compile(launches)
             self._finished.mark()
+            log.info("kernels are compiled")
 
     def stop(self) -> None:
         """After a failure."""
@@ -66,6 +67,7 @@ def warm_up(
         torch.cuda.synchronize(device)
 
     memory.profile(try_largest)
+    log.info("the largest step has run: %d tokens", largest.tokens)
     # A step beyond the last bucket of the plan runs eagerly.
     most = plan.token_buckets[-1] if plan.graph_sizes else 0
     captured = [shape for shape in shapes if plan.graph_sizes and (shape.decode or shape.tokens <= most)]
@@ -75,9 +77,11 @@ def warm_up(
         pool = torch.cuda.graph_pool_handle()
         captures = [functools.partial(tick.graphs.captured, shape, pool) for shape in trials]
         memory.try_graphs(captures, len(captured))
+    log.info("every shape has run")
     planned = size_kv_pool(plan, memory.measured(plan), attention.bytes_per_block())
     attention.allocate(planned.num_blocks)
     _, taken = memory.taken_by(lambda: tick.graphs.capture(captured))
+    log.info("captured %d graphs", len(tick.graphs))
     try_largest()
     tick.begin()
     torch.cuda.synchronize(device)

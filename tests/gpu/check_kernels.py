@@ -132,7 +132,7 @@ def mixed_error(
     ]
     for all_lanes in (False, True):
         out = torch.full_like(q, float("nan"))
-        config = decode or choose_decode(len(MIXED), shape.num_kv_heads, shape.head_dim, dtype)
+        config = decode or choose_decode(len(MIXED), shape, dtype)
         if not all_lanes:
             decode_attention.decode_attention(
                 q, case.lanes, case.pool, shape, config, scratch_for(len(MIXED), shape, config), out
@@ -231,19 +231,19 @@ def check_all() -> None:
         check(f"silu and mul, {kind}", lambda d=dtype: gate_error(d), limit)
         for shape in SHAPES:
             name = f"H {shape.num_heads} G {shape.num_kv_heads} D {shape.head_dim} w {shape.window} {kind}"
-            chosen = choose_decode(len(DECODES), shape.num_kv_heads, shape.head_dim, dtype)
+            chosen = choose_decode(len(DECODES), shape, dtype)
             case = attention_case(shape, DECODES, dtype=dtype, device=CUDA, normed=shape.head_dim != 64)
             check(f"decode, {name}", lambda c=case, k=chosen: decode_error(c, k), limit)
             check(f"mixed, {name}", lambda s=shape, d=dtype: mixed_error(s, d), limit)
     for lanes in (1, 8, 64, 256):
-        config = choose_decode(lanes, 8, 128, BF16)
+        config = choose_decode(lanes, QWEN, BF16)
         ragged = [(n % 1500, 1) for n in range(0, 137 * lanes, 137)]
         ragged[lanes // 2] = (12000, 1)
         case = attention_case(QWEN, ragged, dtype=BF16, device=CUDA)
         name = f"decode as for {lanes} lanes, ragged, 40 times"
         check(name, lambda c=case, k=config: decode_error(c, k, 40), 1e-2)
     case = with_float8_pool(attention_case(QWEN, DECODES, dtype=BF16, device=CUDA), 0.03, 0.02)
-    config = choose_decode(len(DECODES), 8, 128, BF16)
+    config = choose_decode(len(DECODES), QWEN, BF16)
     # A new key may round to the other of two float8 neighbours, 2^-3 apart.
     check("decode, float8 pool", lambda: decode_error(case, config), 3e-2)
     check("greedy choice", greedy_error, 0.0)

@@ -104,7 +104,8 @@ class DecodeLoad:
         """A launch a pool; the work list of the persistent form is made here, once."""
         pieces = config.pieces(self.lanes, self.shape.num_kv_heads, CUDA)
         scratch = DecodeScratch(self.lanes, self.shape, -(-pieces // self.lanes), CUDA)
-        work = list_decode_work(self.paged, self.shape, config, True) if config.per_sm else None
+        listed = config.per_sm or config.ordered
+        work = list_decode_work(self.paged, self.shape, config, True) if listed else None
         return [
             lambda p=pool: decode_attention.decode_from_qkv(
                 self.qkv, self.slot, self.prep, self.paged, p, self.shape, config, scratch, work
@@ -144,7 +145,7 @@ def time_all() -> None:
     print(f"\n{'microseconds a launch':52s} {'PDL':>9s} {'plain':>9s} {'floor':>9s}")
     for lanes, context in (*itertools.product((1, 8, 64, 256), (384, 1024)), (8, 12000)):
         load = DecodeLoad(lanes, context)
-        runs, floor = load.runs(choose_decode(lanes, 8, 128, BF16)), load.bytes / BYTES_PER_US
+        runs, floor = load.runs(choose_decode(lanes, QWEN, BF16)), load.bytes / BYTES_PER_US
         report(f"decode from qkv, {lanes} lanes, context {context}", runs, floor)
     for lanes, tokens, context in ((8, 1024, 0), (1, 8192, 0), (1, 2048, 10000)):
         seen = tokens * context + tokens * (tokens + 1) / 2

@@ -41,6 +41,7 @@ CONFIGS = [
     DecodeConfig(8, 16, 1, 2, min_tiles=2),
     DecodeConfig(2, 16, 1, 2, per_sm=24),  # about a tile a share
     DecodeConfig(4, 16, 1, 2, min_tiles=2, per_sm=9),
+    DecodeConfig(4, 16, 1, 2, ordered=True),
 ]
 
 
@@ -135,6 +136,15 @@ def test_shares_have_every_tile_once_and_near_equal_counts(seed, mixed, window, 
     busy = [load for load in loads if load]
     assert len(busy) == min(11, max(1, sum(loads) // min_tiles)) or not tiles
     assert not busy or max(busy) - min(busy) <= 1
+
+
+@pytest.mark.parametrize("seed", range(4))
+def test_ordered_lanes_come_once_each_and_the_longest_first(seed):
+    lanes, _ = random_lanes(seed * 3, False)
+    work = list_decode_work(lanes, SHAPES[0], DecodeConfig(2, 16, 1, 2, ordered=True), True)
+    order = work.item_IF[:, 0].tolist()
+    lengths = lanes.length_L.tolist()
+    assert order == sorted(range(len(lengths)), key=lambda lane: (-lengths[lane], lane))
 
 
 @pytest.mark.parametrize("shape", SHAPES, ids=str)

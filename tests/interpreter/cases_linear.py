@@ -28,10 +28,13 @@ CONFIGS = {
     "slabs ahead": LinearConfig("slab", rows=16, columns=32, depth=256, warps=8, stages=3),
     "a slab at a time": LinearConfig("slab", rows=4, columns=32, depth=128, stages=1),
     "early": LinearConfig("slab", rows=8, columns=32, depth=256, early=True),
+    "direct": LinearConfig("direct", rows=8, columns=16, depth=256, stages=1, folds=False),
+    "direct, ahead": LinearConfig("direct", rows=16, columns=32, depth=128, warps=2, stages=2, folds=False),
     "tiles": LinearConfig("tile", rows=32, columns=64, depth=64, stages=3),
     "norm apart": LinearConfig("tile", rows=16, columns=32, depth=128, folds=False),
 }
 SPLITS = {
+    "direct": LinearConfig("direct", rows=8, columns=16, depth=64, warps=2, splits=2, stages=2, folds=False),
     "slabs": LinearConfig("slab", rows=16, columns=16, depth=128, splits=2, stages=2),
     "a slab each": LinearConfig("slab", rows=8, columns=32, depth=128, splits=5),
     "tiles": LinearConfig("tile", rows=16, columns=64, depth=64, splits=3, stages=2),
