@@ -9,7 +9,9 @@ MODEL: a folder with config.json; weights are random.
 from __future__ import annotations
 
 import argparse
+import cProfile
 import json
+import pstats
 import statistics
 import time
 from collections.abc import Callable
@@ -31,7 +33,8 @@ def median_us(work: Callable[[], Any], repeats: int = 200) -> float:
 
 
 def measure(llm: Any, lanes: int) -> dict[str, Any]:
-    core, states = start(llm, lanes, 384, 100)
+    core, states = start(llm, lanes, 384, 200)
+    print_profile(core)
     found = parts_of_a_step(core) | launches(core, lanes)
     llm._client.abort(llm._outputs.close(states))
     return {"lanes": lanes, **found}
@@ -101,6 +104,16 @@ def launches(core: Any, lanes: int) -> dict[str, float]:
     found["submit_nothing"] = median_us(lambda: runner.stream.submit(lambda: None))
     torch.cuda.synchronize()
     return found
+
+
+def print_profile(core: Any) -> None:
+    """Where Python spends a step's time."""
+    profile = cProfile.Profile()
+    profile.enable()
+    for _ in range(300):
+        core.step()
+    profile.disable()
+    pstats.Stats(profile).sort_stats("tottime").print_stats(25)
 
 
 def main() -> None:

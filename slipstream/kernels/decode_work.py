@@ -51,8 +51,8 @@ class DecodeWork:
 def list_decode_work(
     lanes: PagedLanes, shape: LayerAttention, config: DecodeConfig, from_qkv: bool
 ) -> DecodeWork:
-    """The work of the lanes with one token, or their order. from_qkv: the token's own key is not in the pool yet. Layers of
-    one window, count of KV heads and config may share the list."""
+    """The work of the lanes with one token, or their order. from_qkv: the token's own key is not in the pool
+    yet. Layers of one window, count of KV heads and config may share the list."""
     lanes.check()
     count, device = lanes.row_L.shape[0], lanes.row_L.device
     if config.ordered:
