@@ -48,7 +48,7 @@ def choose_decode(lanes: int, shape: LayerAttention, dtype: torch.dtype) -> Deco
     if programs <= 256:
         return DecodeConfig(splits=8, tile=tile, warps=1, stages=3, per_sm=6)
     if programs <= 1024:
-        return DecodeConfig(splits=8, tile=tile, warps=1, stages=3, min_tiles=32)
+        return DecodeConfig(splits=8, tile=tile, warps=1, stages=4, min_tiles=32)
     # With two stages ten programs share a multiprocessor, which small groups gain from.
     stages = 2 if shape.group <= 2 else 3
     return DecodeConfig(splits=4, tile=tile, warps=1, stages=stages, min_tiles=64, ordered=True)
