@@ -11,6 +11,8 @@ import torch
 from slipstream.contracts.request import EngineRequest
 from slipstream.contracts.sampling_params import SamplingParams
 from slipstream.contracts.step import Admission
+from slipstream.kernels.backend import Arg, jit_with, tl
+from slipstream.kernels.noise import lane_key, lane_keys, mix_word, noise_bits, token_cost
 from slipstream.rows.table import RowTable
 from slipstream.sampling.pipeline import Pipeline, SampledTokens, default_features
 from slipstream.sampling.protocol import Feature, SampleBatch
@@ -183,3 +185,23 @@ def legal_probabilities(row, logits: np.ndarray) -> np.ndarray:
     total = np.cumsum(probability[order])
     probability[order[total - probability[order] >= params.top_p * total[-1]]] = 0
     return probability / probability.sum()
+
+
+NOISE_TOKENS = 8192
+
+
+def noise_costs(seed: int, device: torch.device) -> tuple[np.ndarray, np.ndarray]:
+    """What a kernel takes for -log of the noise of tokens, and float64's of the same bits."""
+    got = torch.empty(NOISE_TOKENS, device=device)
+    _cost_kernel[(NOISE_TOKENS // 1024,)](got, seed, -seed, 5, 1024)
+    words = (torch.tensor([word], dtype=torch.int32) for word in (seed, -seed, 5))
+    bits = noise_bits(lane_keys(*words, 0), torch.arange(NOISE_TOKENS, dtype=torch.int32))[0]
+    share = np.maximum((bits.numpy().view(np.uint32) >> 8).astype(np.float64), 0.5) / 2**24
+    return got.cpu().double().numpy(), -np.log(share)
+
+
+@jit_with(do_not_specialize=("seed_lo", "seed_hi", "position"))
+def _cost_kernel(out: Arg, seed_lo: Arg, seed_hi: Arg, position: Arg, BLOCK: tl.constexpr) -> None:
+    token = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
+    key0, key1 = lane_key(seed_lo, seed_hi, position, 0)
+    tl.store(out + token, token_cost(mix_word(token.to(tl.uint32)), key0, key1))

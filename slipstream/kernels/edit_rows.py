@@ -68,7 +68,7 @@ def copy_rows(logits_NV: Tensor) -> tuple[Tensor, Tensor]:
     if lanes:
         _copy_kernel[(pieces, lanes)](
             logits_NV, copy_NV, sum_NC, logits_NV.stride(0), VOCAB=vocab, PIECES=pieces, PIECE=PIECE,
-            **pdl_options(logits_NV), num_warps=8,
+            **pdl_options(logits_NV), num_warps=4,
         )  # fmt: skip
     return copy_NV, sum_NC
 
@@ -81,7 +81,7 @@ def allow_rows(logits_NV: Tensor, lanes: EditLanes, mask_RW: Tensor) -> None:
         raise ValueError("the mask must be int32 and have a bit for every token")
     _allow_kernel[(ceil_div(vocab, PIECE), count)](
         logits_NV, *lanes.args(), mask_RW, mask_RW.stride(0), VOCAB=vocab, PIECE=PIECE,
-        **pdl_options(logits_NV), num_warps=8,
+        **pdl_options(logits_NV), num_warps=4,
     )  # fmt: skip
 
 

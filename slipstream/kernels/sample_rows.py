@@ -1,10 +1,13 @@
 """One token a lane, by its row's own columns: greedy, temperature, min_p, top_k, top_p and Gumbel noise.
 
-A scan of the logits (sample_scan.py), then a program a lane that ends greedy rows, plain draws, and every
-truncated row whose choice lies among its few highest chunks of 32 tokens: the K-th highest chunk maximum is
-at most the K-th highest logit, so chunks below it hold none of the top K. What is wider than that (top_p or
-min_p over a flat distribution) is left to sample_wide.py. The reference is the eager path of
-sampling/pipeline.py.
+A scan of the logits (sample_scan.py), then a program a lane that picks the token:
+
+- Rows without top_k have their best noisy token among the whole vocabulary. It is the choice if top_p and
+  min_p keep it; where that is not plain from its own weight, sample_wide.py weighs the tokens above it.
+- Rows with top_k have it among their highest chunks of 32 tokens: the K-th highest chunk maximum is at most
+  the K-th highest logit, so chunks below it hold none of the top K. A large top_k is left to sample_wide.py.
+
+The reference is the eager path of sampling/pipeline.py.
 
 Legend: N sampling lanes, V vocabulary, C pieces, D chunks, L listed chunks, K candidates.
 """
@@ -25,26 +28,28 @@ from slipstream.kernels.backend import (
     tl,
     use_triton,
 )
-from slipstream.kernels.noise import PURPOSE_TOKEN, lane_key
-from slipstream.kernels.sample_scan import CHUNK, RowParams, row_rules, scan_rows
-from slipstream.kernels.sample_wide import sample_wide
+from slipstream.kernels.noise import PURPOSE_TOKEN, fast_exp2, lane_key, mix_word, token_cost
+from slipstream.kernels.sample_scan import CHUNK, PIECE, RowParams, row_rules, scan_rows
+from slipstream.kernels.sample_wide import BEST_TO_WEIGH, LARGE_TOP_K, sample_wide
 from slipstream.kernels.search import (
     FAR,
+    LOG2_E,
     LOWEST,
+    bracket,
     distance_bits,
     draw_among,
+    draw_among_few,
     farthest_bits,
-    first_highest,
-    last_kept,
+    first_lowest,
+    nth_of_few,
 )
 
 Tensor = torch.Tensor
 
 # A small top_k is cut out of so many tokens at least, as docs/sampling.md states it.
 SMALL_TOP_K, SMALL_CANDIDATES = 64, 128
-# Other rows get the tokens of so many chunks, and may list so many where chunks are equal.
-FEW_CHUNKS, LISTED = 512, 1024
-CANDIDATES = 2048
+# The most chunks listed, tokens collected from them, and with them the largest top_k that is not wide.
+LISTED, CANDIDATES = 1024, 2048
 
 
 def sample_rows(
@@ -74,14 +79,14 @@ def sample_rows(
     wide_N = torch.empty(lanes, dtype=torch.int32, device=device)
     _pick_kernel[(lanes,)](
         logits_NV, row_N, length_N, *params.columns(), params.stride,
-        scan.best_NC, scan.id_NC, scan.sum_NC, scan.score_NC, scan.mass_NC, scan.chunk_ND,
+        scan.best_NC, scan.sum_NC, scan.score_NC, scan.mass_NC, scan.chunk_ND,
         list_NL, bits_NK, id_NK, token_N, ok_N, wide_N, logits_NV.stride(0), VOCAB=vocab,
-        PIECES=scan.pieces, PIECES_PAD=next_power_of_2(scan.pieces), CHUNKS=scan.chunks,
+        PIECES=scan.pieces, PIECES_PAD=next_power_of_2(scan.pieces), PIECE=PIECE, CHUNKS=scan.chunks,
         CHUNKS_PAD=next_power_of_2(scan.chunks), CHUNK=CHUNK, LISTED=LISTED, CANDIDATES=CANDIDATES,
-        FEW_CHUNKS=FEW_CHUNKS, SMALL_TOP_K=SMALL_TOP_K, SMALL_CANDIDATES=SMALL_CANDIDATES,
-        PURPOSE=PURPOSE_TOKEN, **pdl_options(logits_NV), num_warps=8, maxnreg=128,
+        SMALL_TOP_K=SMALL_TOP_K, SMALL_CANDIDATES=SMALL_CANDIDATES, BEST_TO_WEIGH=BEST_TO_WEIGH,
+        LARGE_TOP_K=LARGE_TOP_K, PURPOSE=PURPOSE_TOKEN, **pdl_options(logits_NV), num_warps=8, maxnreg=128,
     )  # fmt: skip
-    sample_wide(logits_NV, row_N, length_N, params, scan, wide_N, bits_NK, id_NK, token_N)
+    sample_wide(logits_NV, row_N, length_N, params, scan, wide_N, token_N)
     return token_N, ok_N
 
 
@@ -89,12 +94,12 @@ def sample_rows(
 def _pick_kernel(
     logits: Arg, rows: Arg, lengths: Arg, alive: Arg, temperatures: Arg, top_ks: Arg, top_ps: Arg,
     min_ps: Arg, seeds_lo: Arg, seeds_hi: Arg, row_stride: Arg,
-    best: Arg, ids: Arg, sums: Arg, scores: Arg, masses: Arg, chunk_best: Arg,
+    best: Arg, sums: Arg, scores: Arg, masses: Arg, chunk_best: Arg,
     listed: Arg, bits_out: Arg, ids_out: Arg, token_out: Arg, ok_out: Arg, wide_out: Arg, stride: Arg,
-    VOCAB: tl.constexpr, PIECES: tl.constexpr, PIECES_PAD: tl.constexpr, CHUNKS: tl.constexpr,
-    CHUNKS_PAD: tl.constexpr, CHUNK: tl.constexpr, LISTED: tl.constexpr, CANDIDATES: tl.constexpr,
-    FEW_CHUNKS: tl.constexpr, SMALL_TOP_K: tl.constexpr, SMALL_CANDIDATES: tl.constexpr,
-    PURPOSE: tl.constexpr, PDL: tl.constexpr,
+    VOCAB: tl.constexpr, PIECES: tl.constexpr, PIECES_PAD: tl.constexpr, PIECE: tl.constexpr,
+    CHUNKS: tl.constexpr, CHUNKS_PAD: tl.constexpr, CHUNK: tl.constexpr, LISTED: tl.constexpr,
+    CANDIDATES: tl.constexpr, SMALL_TOP_K: tl.constexpr, SMALL_CANDIDATES: tl.constexpr,
+    BEST_TO_WEIGH: tl.constexpr, LARGE_TOP_K: tl.constexpr, PURPOSE: tl.constexpr, PDL: tl.constexpr,
 ) -> None:
     lane = tl.program_id(0).to(tl.int64)
     piece = tl.arange(0, PIECES_PAD)
@@ -116,117 +121,173 @@ def _pick_kernel(
     # An edit may have made a logit overflow: greedy rows take it, for others no distribution is left.
     ok = ok & (greedy | ((highest - highest) == 0.0))
     tl.store(ok_out + lane, ok)
-    tl.store(token_out + lane, 0)
-    tl.store(wide_out + lane, 0)
     if ok == 0:
+        tl.store(token_out + lane, 0)
+        tl.store(wide_out + lane, 0)
         return
-    if greedy | ((top_k == 0) & (top_p >= 1.0) & (min_p <= 0.0)):
-        value = top
-        if temperature > 0.0:
-            score = tl.load(scores + at, mask=inside, other=float("-inf"))
-            value = tl.where(inside, score - (highest - tl.maximum(top, LOWEST)) / temperature, score)
-        tl.store(token_out + lane, first_highest(value, tl.load(ids + at, mask=inside, other=FAR)))
+    logits += lane * stride
+    chosen, wide = top_k * 0, top_k * 0
+    if greedy:
+        found = tl.min(tl.where(top == highest, piece, PIECES - 1), 0)
+        token = found * PIECE + tl.arange(0, PIECE)
+        value = tl.load(logits + token, mask=token < VOCAB, other=float("-inf")).to(tl.float32)
+        chosen = tl.min(tl.where(value == highest, token, VOCAB - 1), 0)
     else:
         cold = 1.0 / temperature
-        mass = tl.load(masses + at, mask=inside & (top_k == 0), other=0.0)
-        mass = tl.sum(mass * tl.exp((tl.maximum(top, LOWEST) - highest) * cold), 0)
         key0, key1 = lane_key(
             tl.load(seeds_lo + row * row_stride), tl.load(seeds_hi + row * row_stride),
             tl.load(lengths + lane), PURPOSE,
         )
-        chosen = _pick_among_few(
-            logits + lane * stride, chunk_best + lane * CHUNKS, listed + lane * LISTED,
-            bits_out + lane * CANDIDATES, ids_out + lane * CANDIDATES, highest, cold, mass, top_k, top_p,
-            min_p, key0, key1, VOCAB, CHUNKS, CHUNKS_PAD, CHUNK, LISTED, CANDIDATES, FEW_CHUNKS, SMALL_TOP_K,
-            SMALL_CANDIDATES,
-        )
-        tl.store(token_out + lane, tl.maximum(chosen, 0))
-        tl.store(wide_out + lane, (chosen < 0).to(tl.int32))
+        if top_k == 0:
+            score = tl.load(scores + at, mask=inside, other=float("inf"))
+            # How far a piece's highest is from the row's, in nats.
+            below = (highest - tl.maximum(top, LOWEST)) * cold
+            found = first_lowest(score + below * LOG2_E, tl.minimum(piece, PIECES - 1))
+            mass = tl.load(masses + at, mask=inside, other=0.0)
+            mass = tl.sum(mass * fast_exp2(below * -LOG2_E), 0)
+            chosen, kept = _best_of_piece(
+                logits, found, highest, cold, mass, top_p, min_p, key0, key1, VOCAB, PIECE
+            )
+            wide = tl.where(kept, 0, BEST_TO_WEIGH)
+        else:
+            chosen = _pick_of_top(
+                logits, chunk_best + lane * CHUNKS, listed + lane * LISTED, bits_out + lane * CANDIDATES,
+                ids_out + lane * CANDIDATES, distance_bits(top, highest, cold), highest, cold, top_k, top_p,
+                min_p, key0, key1, VOCAB, CHUNKS, CHUNKS_PAD, CHUNK, LISTED, CANDIDATES, SMALL_TOP_K,
+                SMALL_CANDIDATES,
+            )  # fmt: skip
+            wide = tl.where(chosen < 0, LARGE_TOP_K, 0)
+    tl.store(token_out + lane, chosen)
+    tl.store(wide_out + lane, wide)
 
 
 @jit
-def _pick_among_few(
-    logits: Arg, chunk_best: Arg, listed: Arg, bits_out: Arg, ids_out: Arg, highest: Arg, cold: Arg,
-    mass: Arg, top_k: Arg, top_p: Arg, min_p: Arg, key0: Arg, key1: Arg,
+def _best_of_piece(
+    logits: Arg, piece: Arg, highest: Arg, cold: Arg, mass: Arg, top_p: Arg, min_p: Arg, key0: Arg,
+    key1: Arg, VOCAB: tl.constexpr, PIECE: tl.constexpr,
+) -> Any:
+    """The best noisy token, and whether it is plain that top_p and min_p keep it. mass: the row's weight,
+    anything where top_p is off."""
+    token = piece * PIECE + tl.arange(0, PIECE)
+    value = tl.load(logits + token, mask=token < VOCAB, other=float("-inf")).to(tl.float32)
+    cost = token_cost(mix_word(token.to(tl.uint32)), key0, key1)
+    noisy = cost * fast_exp2((highest - value) * (cold * LOG2_E))
+    chosen = tl.minimum(first_lowest(noisy, token), VOCAB - 1)
+    bits = distance_bits(tl.max(tl.where(token == chosen, value, float("-inf")), 0), highest, cold)
+    weight = tl.exp(-bits.to(tl.float32, bitcast=True))
+    # All above it weigh at most mass - weight; the margin is for the rounding of sums.
+    kept = (top_p >= 1.0) | (weight > (1.0001 - top_p) * mass)
+    return chosen, (bits == 0) | (kept & (bits <= farthest_bits(min_p)))
+
+
+@jit
+def _pick_of_top(
+    logits: Arg, chunk_best: Arg, listed: Arg, bits_out: Arg, ids_out: Arg, piece_bits: Arg, highest: Arg,
+    cold: Arg, top_k: Arg, top_p: Arg, min_p: Arg, key0: Arg, key1: Arg,
     VOCAB: tl.constexpr, CHUNKS: tl.constexpr, CHUNKS_PAD: tl.constexpr, CHUNK: tl.constexpr,
-    LISTED: tl.constexpr, CANDIDATES: tl.constexpr, FEW_CHUNKS: tl.constexpr, SMALL_TOP_K: tl.constexpr,
+    LISTED: tl.constexpr, CANDIDATES: tl.constexpr, SMALL_TOP_K: tl.constexpr,
     SMALL_CANDIDATES: tl.constexpr,
 ) -> Any:
-    """The token, or -1 where the candidates do not suffice. mass: the row's whole weight, used where top_p is
-    alone."""
-    cut, complete, count = _list_chunks(
-        chunk_best, listed, highest, cold, top_k, farthest_bits(min_p),
-        CHUNKS, CHUNKS_PAD, LISTED, FEW_CHUNKS, SMALL_TOP_K, SMALL_CANDIDATES,
-    )
-    found = _collect(
-        logits, listed, tl.minimum(count, LISTED), bits_out, ids_out, highest, cold, cut, top_k,
-        VOCAB, CHUNK, CANDIDATES, SMALL_TOP_K, SMALL_CANDIDATES,
-    )
-    tl.debug_barrier()
-    place = tl.arange(0, CANDIDATES)
-    bits = tl.load(bits_out + place, mask=place < found, other=FAR)
-    token = tl.load(ids_out + place, mask=place < found, other=0)
-    weight = tl.where(bits < FAR, tl.exp(-bits.to(tl.float32, bitcast=True)), 0.0)
-    # With min_p on, the weight that top_p is a part of is known only where all that min_p leaves is here.
-    reached = (min_p <= 0.0) & (top_p < 1.0) & (tl.sum(weight, 0) >= top_p * mass)
-    enough = complete | tl.where(top_k > 0, found >= top_k, reached)
-    chosen = count * 0 - 1
-    if enough & (count <= LISTED) & (found <= CANDIDATES):
-        target = tl.where(complete | (top_k > 0), -1.0, top_p * mass)
-        chosen = draw_among(bits, token, top_k, top_p, target, key0, key1)
+    """The token, or -1 where the candidates do not suffice. piece_bits: distances of the pieces' highest."""
+    chosen = top_k * 0 - 1
+    if top_k <= LISTED:
+        small = top_k <= SMALL_TOP_K
+        cut, count = _list_chunks(
+            chunk_best, listed, piece_bits, highest, cold, top_k, small, farthest_bits(min_p),
+            CHUNKS, CHUNKS_PAD, CHUNK, LISTED, CANDIDATES, SMALL_CANDIDATES,
+        )  # fmt: skip
+        tl.debug_barrier()
+        place = tl.arange(0, CANDIDATES)
+        if count * CHUNK <= CANDIDATES:
+            token, bits = _listed_tokens(logits, listed, place, count, highest, cold, VOCAB, CHUNK)
+            bits = tl.where(bits <= cut, bits, FAR)
+            found = count * CHUNK
+        else:
+            found = _collect(
+                logits, listed, tl.minimum(count, LISTED), bits_out, ids_out, highest, cold, cut, small,
+                VOCAB, CHUNK, CANDIDATES, SMALL_CANDIDATES,
+            )
+            tl.debug_barrier()
+            bits = tl.load(bits_out + place, mask=place < found, other=FAR)
+            token = tl.load(ids_out + place, mask=place < found, other=0)
+            tl.debug_barrier()
+        if (count <= LISTED) & (found <= CANDIDATES):
+            if small:
+                few = tl.arange(0, SMALL_CANDIDATES)
+                kept = _keep_few(bits, token, bits_out, ids_out, cut, top_k, SMALL_CANDIDATES)
+                tl.debug_barrier()
+                few_bits = tl.load(bits_out + few, mask=few < kept, other=FAR)
+                few_token = tl.load(ids_out + few, mask=few < kept, other=0)
+                chosen = draw_among_few(few_bits, few_token, top_k, top_p, key0, key1)
+            else:
+                chosen = draw_among(bits, token, top_k, top_p, key0, key1)
     return chosen
 
 
 @jit
 def _list_chunks(
-    chunk_best: Arg, listed: Arg, highest: Arg, cold: Arg, top_k: Arg, farthest: Arg,
-    CHUNKS: tl.constexpr, CHUNKS_PAD: tl.constexpr, LISTED: tl.constexpr, FEW_CHUNKS: tl.constexpr,
-    SMALL_TOP_K: tl.constexpr, SMALL_CANDIDATES: tl.constexpr,
+    chunk_best: Arg, listed: Arg, piece_bits: Arg, highest: Arg, cold: Arg, top_k: Arg, small: Arg,
+    farthest: Arg, CHUNKS: tl.constexpr, CHUNKS_PAD: tl.constexpr, CHUNK: tl.constexpr,
+    LISTED: tl.constexpr, CANDIDATES: tl.constexpr, SMALL_CANDIDATES: tl.constexpr,
 ) -> Any:
-    """List, in order, the chunks that hold every token within `cut`, or of a small top_k's equal ones the
-    first. Returns cut (bits), whether no token beyond it could be drawn, and how many chunks there are."""
+    """List, in order, chunks that hold every token within `cut`, a little wider than the top k, or of a small
+    top_k's equal ones the first. Returns cut (bits) and how many chunks there are."""
     chunk = tl.arange(0, CHUNKS_PAD)
     value = tl.load(chunk_best + chunk, mask=chunk < CHUNKS, other=float("-inf"))
     bits = tl.where(chunk < CHUNKS, distance_bits(value, highest, cold), FAR)
-    small = (top_k > 0) & (top_k <= SMALL_TOP_K)
-    wanted = tl.where((top_k > 0) & (top_k <= FEW_CHUNKS), top_k, FEW_CHUNKS)
-    last = last_kept(bits, tl.full([CHUNKS_PAD], 1.0, tl.float32), wanted.to(tl.float32))
-    cut = tl.minimum(last, farthest)
-    equal = bits == cut
-    first = tl.cumsum(equal.to(tl.int32), 0) <= SMALL_CANDIDATES
-    chosen = (bits < cut) | (equal & (first | (small == 0)))
+    enough = tl.where(small, CANDIDATES // CHUNK, tl.minimum(top_k + top_k // 4, LISTED))
+    # Each piece's highest is some chunk's: the K-th of those bounds the K-th chunk from below.
+    within, _ = bracket(bits, top_k, enough, nth_of_few(piece_bits, top_k))
+    cut = tl.minimum(within, farthest)
+    chosen = bits <= cut
+    if small & (tl.sum(chosen.to(tl.int32), 0) > enough):
+        # Then cut is the K-th chunk's itself, and beyond so many equal ones none has a place.
+        equal = bits == cut
+        chosen = (bits < cut) | (equal & (tl.cumsum(equal.to(tl.int32), 0) <= SMALL_CANDIDATES))
     place = tl.cumsum(chosen.to(tl.int32), 0) - 1
     tl.store(listed + place, chunk, mask=chosen & (place < LISTED))
-    return cut, farthest <= last, tl.sum(chosen.to(tl.int32), 0)
+    return cut, tl.sum(chosen.to(tl.int32), 0)
 
 
 @jit
 def _collect(
     logits: Arg, listed: Arg, count: Arg, bits_out: Arg, ids_out: Arg, highest: Arg, cold: Arg, cut: Arg,
-    top_k: Arg, VOCAB: tl.constexpr, CHUNK: tl.constexpr, CANDIDATES: tl.constexpr,
-    SMALL_TOP_K: tl.constexpr, SMALL_CANDIDATES: tl.constexpr,
+    small: Arg, VOCAB: tl.constexpr, CHUNK: tl.constexpr, CANDIDATES: tl.constexpr,
+    SMALL_CANDIDATES: tl.constexpr,
 ) -> Any:
     """Write the listed chunks' tokens within `cut`, in order of their ids, as far as there is room; of a
-    small top_k's equal ones no more than fill up SMALL_CANDIDATES. Returns how many there are."""
-    tl.debug_barrier()
+    small top_k's equal ones no more than SMALL_CANDIDATES. Returns how many there are."""
     place = tl.arange(0, CANDIDATES)
-    small = (top_k > 0) & (top_k <= SMALL_TOP_K)
-    nearer, equals, found = count * 0, count * 0, count * 0
-    for begin in range(0, tl.where(small, count * CHUNK, 0), CANDIDATES):
-        _, bits = _listed_tokens(logits, listed, begin + place, count, highest, cold, VOCAB, CHUNK)
-        nearer += tl.sum((bits < cut).to(tl.int32), 0)
-    room = tl.where(nearer < top_k, SMALL_CANDIDATES - nearer, 0)
+    equals, found = count * 0, count * 0
     for begin in range(0, count * CHUNK, CANDIDATES):
         token, bits = _listed_tokens(logits, listed, begin + place, count, highest, cold, VOCAB, CHUNK)
         equal = bits == cut
         rank = equals + tl.cumsum(equal.to(tl.int32), 0)
-        chosen = (bits < cut) | (equal & ((rank <= room) | (small == 0)))
+        chosen = (bits < cut) | (equal & ((rank <= SMALL_CANDIDATES) | (small == 0)))
         to = found + tl.cumsum(chosen.to(tl.int32), 0) - 1
         tl.store(bits_out + to, bits, mask=chosen & (to < CANDIDATES))
         tl.store(ids_out + to, token, mask=chosen & (to < CANDIDATES))
         equals += tl.sum(equal.to(tl.int32), 0)
         found += tl.sum(chosen.to(tl.int32), 0)
     return found
+
+
+@jit
+def _keep_few(
+    bits: Arg, token: Arg, bits_out: Arg, ids_out: Arg, cut: Arg, top_k: Arg, SMALL_CANDIDATES: tl.constexpr
+) -> Any:
+    """Write SMALL_CANDIDATES tokens at most, in order of their ids: all above the K-th, and of those equal to
+    it the first. Returns how many."""
+    last, count = bracket(bits, top_k, SMALL_CANDIDATES, cut)
+    chosen = bits <= last
+    if count > SMALL_CANDIDATES:
+        equal = bits == last
+        room = SMALL_CANDIDATES - tl.sum((bits < last).to(tl.int32), 0)
+        chosen = (bits < last) | (equal & (tl.cumsum(equal.to(tl.int32), 0) <= room))
+    to = tl.cumsum(chosen.to(tl.int32), 0) - 1
+    tl.store(bits_out + to, bits, mask=chosen)
+    tl.store(ids_out + to, token, mask=chosen)
+    return tl.sum(chosen.to(tl.int32), 0)
 
 
 @jit

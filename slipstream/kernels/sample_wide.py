@@ -1,10 +1,12 @@
-"""Truncated rows whose choice does not lie among a few tokens: one program reads the row several times.
+"""Truncated rows whose token is not settled yet: what top_p and min_p keep of a flat row, and a large top_k.
 
-A pass adds up, for several distances at once, how many tokens lie within each, or how much weight, and goes
-on between the two around the target. It ends as soon as no more tokens are within the farther one than
-registers hold, or only equal ones are in between. Then comes the draw, among few tokens or all that stay.
+Whatever truncation keeps is a beginning of the tokens in order of their logits. So the best noisy token of
+all is the draw if it is kept, and it is kept if the tokens above it weigh less than top_p asks for; if it is
+not, then the best of those above it comes next. With top_p 0.95 the first is kept in 19 of 20 draws, and no
+threshold is searched. Programs side by side take the first turn; further ones are for a program a row, as is
+the search for the K-th logit of a large top_k: a pass counts the tokens within several distances at once.
 
-Legend: N sampling lanes, V vocabulary, C pieces, K candidates, P pivots, B a block of tokens.
+Legend: N sampling lanes, V vocabulary, C pieces, S spans of tokens, P pivots, B a block of tokens.
 """
 
 from __future__ import annotations
@@ -13,14 +15,26 @@ from typing import Any
 
 import torch
 
-from slipstream.kernels.backend import Arg, jit, jit_with, next_power_of_2, pdl_begin, pdl_options, tl
-from slipstream.kernels.noise import PURPOSE_TOKEN, lane_key, mix_word, token_cost
+from slipstream.kernels.backend import (
+    Arg,
+    ceil_div,
+    jit,
+    jit_with,
+    next_power_of_2,
+    pdl_begin,
+    pdl_options,
+    tl,
+)
+from slipstream.kernels.noise import PURPOSE_TOKEN, fast_exp2, lane_key, mix_word, token_cost
 from slipstream.kernels.sample_scan import RowParams, Scan, row_rules
-from slipstream.kernels.search import FAR, distance_bits, draw_among, farthest_bits
+from slipstream.kernels.search import FAR, LOG2_E, farthest_bits, first_lowest
 
 Tensor = torch.Tensor
 
-BLOCK, PIVOTS = 2048, 8
+# Why a lane is wide: its best noisy token has to be weighed, or its top_k has yet to be found.
+BEST_TO_WEIGH, LARGE_TOP_K = 1, 2
+SPAN, SPAN_BLOCK = 8192, 1024
+BLOCK, PIVOTS = 4096, 8
 # 8**11 is over 2**31: from 32 nats down to 2**-26, the resolution that docs/sampling.md states.
 MOST_PASSES = 11
 
@@ -32,167 +46,201 @@ def sample_wide(
     params: RowParams,
     scan: Scan,
     wide_N: Tensor,
-    bits_NK: Tensor,
-    id_NK: Tensor,
     token_N: Tensor,
 ) -> None:
-    """Write token_N of the lanes where wide (int32) is not 0; they must hold finite rows with a legal token.
-    bits, id: scratch, int32, for the candidates of one lane each."""
+    """Write token_N of the lanes where wide (int32) is not 0; they must hold finite rows with a legal token,
+    and where wide is BEST_TO_WEIGH their best noisy token."""
     lanes, vocab = logits_NV.shape
-    _wide_kernel[(lanes,)](
-        logits_NV, row_N, length_N, *params.columns(), params.stride, scan.best_NC, wide_N, bits_NK, id_NK,
-        token_N, logits_NV.stride(0), VOCAB=vocab, PIECES=scan.pieces,
-        PIECES_PAD=next_power_of_2(scan.pieces), CANDIDATES=bits_NK.shape[1], BLOCK=BLOCK, PIVOTS=PIVOTS,
-        MOST_PASSES=MOST_PASSES, PURPOSE=PURPOSE_TOKEN, **pdl_options(logits_NV), num_warps=8,
+    spans = ceil_div(vocab, SPAN)
+    floats_NS = torch.empty(3, lanes, spans, dtype=torch.float32, device=logits_NV.device).unbind()
+    id_NS = torch.empty(lanes, spans, dtype=torch.int32, device=logits_NV.device)
+    shared = (
+        logits_NV, row_N, length_N, *params.columns(), params.stride, scan.best_NC, wide_N, token_N,
+        *floats_NS, id_NS, logits_NV.stride(0),
+    )  # fmt: skip
+    sizes = {
+        "VOCAB": vocab, "PIECES": scan.pieces, "PIECES_PAD": next_power_of_2(scan.pieces), "SPANS": spans,
+        "PURPOSE": PURPOSE_TOKEN, "BEST_TO_WEIGH": BEST_TO_WEIGH, **pdl_options(logits_NV),
+    }  # fmt: skip
+    _span_kernel[(spans, lanes)](*shared, SPAN=SPAN, BLOCK=SPAN_BLOCK, **sizes, num_warps=4, maxnreg=80)
+    _settle_kernel[(lanes,)](
+        *shared, SPANS_PAD=next_power_of_2(spans), BLOCK=BLOCK, PIVOTS=PIVOTS, MOST_PASSES=MOST_PASSES,
+        **sizes, num_warps=16,
     )  # fmt: skip
 
 
 @jit_with(do_not_specialize=("row_stride",))
-def _wide_kernel(
+def _span_kernel(
     logits: Arg, rows: Arg, lengths: Arg, alive: Arg, temperatures: Arg, top_ks: Arg, top_ps: Arg,
     min_ps: Arg, seeds_lo: Arg, seeds_hi: Arg, row_stride: Arg,
-    best: Arg, wide: Arg, bits_out: Arg, ids_out: Arg, token_out: Arg, stride: Arg,
-    VOCAB: tl.constexpr, PIECES: tl.constexpr, PIECES_PAD: tl.constexpr, CANDIDATES: tl.constexpr,
-    BLOCK: tl.constexpr, PIVOTS: tl.constexpr, MOST_PASSES: tl.constexpr, PURPOSE: tl.constexpr,
+    best: Arg, wide: Arg, token_out: Arg, totals: Arg, befores: Arg, costs: Arg, ids: Arg, stride: Arg,
+    VOCAB: tl.constexpr, PIECES: tl.constexpr, PIECES_PAD: tl.constexpr, SPANS: tl.constexpr,
+    SPAN: tl.constexpr, BLOCK: tl.constexpr, BEST_TO_WEIGH: tl.constexpr, PURPOSE: tl.constexpr,
     PDL: tl.constexpr,
 ) -> None:
-    lane = tl.program_id(0).to(tl.int64)
-    piece = tl.arange(0, PIECES_PAD)
+    span, lane = tl.program_id(0), tl.program_id(1).to(tl.int64)
     pdl_begin(PDL)
-    if tl.load(wide + lane) == 0:
+    if tl.load(wide + lane) != BEST_TO_WEIGH:
         return
     row = tl.load(rows + lane)
+    highest, cold, within, _, _, key0, key1 = _wide_rules(
+        row, lane, lengths, temperatures, top_ks, top_ps, min_ps, seeds_lo, seeds_hi, row_stride, best,
+        VOCAB, PIECES, PIECES_PAD, PURPOSE,
+    )
+    logits += lane * stride
+    nearer = _distances(logits, tl.load(token_out + lane), highest, cold, VOCAB)
+    total, before, cost, token = _weigh(
+        logits, span * SPAN, span * SPAN + SPAN, highest, cold, within, nearer, key0, key1, VOCAB, BLOCK, True
+    )
+    to = lane * SPANS + span
+    tl.store(totals + to, total)
+    tl.store(befores + to, before)
+    tl.store(costs + to, cost)
+    tl.store(ids + to, token)
+
+
+@jit_with(do_not_specialize=("row_stride",))
+def _settle_kernel(
+    logits: Arg, rows: Arg, lengths: Arg, alive: Arg, temperatures: Arg, top_ks: Arg, top_ps: Arg,
+    min_ps: Arg, seeds_lo: Arg, seeds_hi: Arg, row_stride: Arg,
+    best: Arg, wide: Arg, token_out: Arg, totals: Arg, befores: Arg, costs: Arg, ids: Arg, stride: Arg,
+    VOCAB: tl.constexpr, PIECES: tl.constexpr, PIECES_PAD: tl.constexpr, SPANS: tl.constexpr,
+    SPANS_PAD: tl.constexpr, BLOCK: tl.constexpr, PIVOTS: tl.constexpr, MOST_PASSES: tl.constexpr,
+    BEST_TO_WEIGH: tl.constexpr, PURPOSE: tl.constexpr, PDL: tl.constexpr,
+) -> None:
+    lane = tl.program_id(0).to(tl.int64)
+    pdl_begin(PDL)
+    why = tl.load(wide + lane)
+    if why == 0:
+        return
+    row = tl.load(rows + lane)
+    highest, cold, within, top_k, top_p, key0, key1 = _wide_rules(
+        row, lane, lengths, temperatures, top_ks, top_ps, min_ps, seeds_lo, seeds_hi, row_stride, best,
+        VOCAB, PIECES, PIECES_PAD, PURPOSE,
+    )
+    logits += lane * stride
+    if why == BEST_TO_WEIGH:
+        span = tl.arange(0, SPANS_PAD)
+        inside, at = span < SPANS, lane * SPANS + span
+        total = tl.sum(tl.load(totals + at, mask=inside, other=0.0), 0)
+        before = tl.sum(tl.load(befores + at, mask=inside, other=0.0), 0)
+        cost = tl.load(costs + at, mask=inside, other=float("inf"))
+        token = tl.load(token_out + lane)
+        distance = _distances(logits, token, highest, cold, VOCAB)
+        kept = (distance <= within) & ((top_p >= 1.0) | (before < top_p * total))
+        token = tl.where(kept, token, first_lowest(cost, tl.load(ids + at, mask=inside, other=FAR)))
+    else:
+        within = _narrow(logits, highest, cold, within, top_k, VOCAB, BLOCK // 2, PIVOTS, MOST_PASSES)
+        total, _, _, token = _weigh(
+            logits, 0, VOCAB, highest, cold, within, float("inf"), key0, key1, VOCAB, BLOCK, True
+        )
+        kept = top_k == 0
+    kept = kept | (top_p >= 1.0)
+    while kept == 0:
+        nearer = _distances(logits, token, highest, cold, VOCAB)
+        before = _weigh(
+            logits, 0, VOCAB, highest, cold, within, nearer, key0, key1, VOCAB, BLOCK, False
+        )[1]
+        # The highest has nothing before it, so that an end comes whatever the sums.
+        kept = (before < top_p * total) | (nearer <= 0.0)
+        if kept == 0:
+            token = _weigh(
+                logits, 0, VOCAB, highest, cold, within, nearer, key0, key1, VOCAB, BLOCK, True
+            )[3]
+    tl.store(token_out + lane, token)
+
+
+@jit
+def _wide_rules(
+    row: Arg, lane: Arg, lengths: Arg, temperatures: Arg, top_ks: Arg, top_ps: Arg, min_ps: Arg,
+    seeds_lo: Arg, seeds_hi: Arg, row_stride: Arg, best: Arg,
+    VOCAB: tl.constexpr, PIECES: tl.constexpr, PIECES_PAD: tl.constexpr, PURPOSE: tl.constexpr,
+) -> Any:
+    """The highest logit, 1 / temperature, the distance that min_p allows, top_k, top_p, the noise's key."""
+    piece = tl.arange(0, PIECES_PAD)
     temperature, top_k, top_p, min_p = row_rules(
         row, temperatures, top_ks, top_ps, min_ps, row_stride, VOCAB
     )
     top = tl.load(best + lane * PIECES + piece, mask=piece < PIECES, other=float("-inf"))
-    highest, cold = tl.max(top, 0), 1.0 / temperature
-    logits += lane * stride
     within = farthest_bits(min_p).to(tl.float32, bitcast=True)
-    count, target = top_k * 0 + VOCAB, top_p * 0.0 - 1.0
-    if top_k > 0:
-        within, count, _ = _narrow(
-            logits, highest, cold, within, top_k.to(tl.float32), VOCAB, CANDIDATES, BLOCK, PIVOTS,
-            MOST_PASSES, False,
-        )
-    if (top_p < 1.0) & (count > CANDIDATES):
-        within, count, target = _narrow(
-            logits, highest, cold, within, top_p, VOCAB, CANDIDATES, BLOCK, PIVOTS, MOST_PASSES, True
-        )
-        # Whatever top_k keeps, it is within: what is left to do is top_p's.
-        top_k = top_k * 0
     key0, key1 = lane_key(
         tl.load(seeds_lo + row * row_stride), tl.load(seeds_hi + row * row_stride),
         tl.load(lengths + lane), PURPOSE,
     )
-    if count <= CANDIDATES:
-        bits_out += lane * CANDIDATES
-        ids_out += lane * CANDIDATES
-        _collect_within(logits, bits_out, ids_out, highest, cold, within, VOCAB, CANDIDATES, BLOCK)
-        place = tl.arange(0, CANDIDATES)
-        bits = tl.load(bits_out + place, mask=place < count, other=FAR)
-        token = tl.load(ids_out + place, mask=place < count, other=0)
-        tl.store(token_out + lane, draw_among(bits, token, top_k, top_p, target, key0, key1))
-    else:
-        chosen = _draw_within(logits, highest, cold, within, key0, key1, VOCAB, BLOCK)
-        tl.store(token_out + lane, chosen)
+    return tl.max(top, 0), 1.0 / temperature, within, top_k, top_p, key0, key1
 
 
 @jit
-def _distances(logits: Arg, token_B: Arg, highest: Arg, cold: Arg, VOCAB: tl.constexpr) -> Any:
-    """Distances of a block of tokens; infinite past the vocabulary."""
-    value_B = tl.load(logits + token_B, mask=token_B < VOCAB, other=float("-inf")).to(tl.float32)
-    return (highest - value_B) * cold
+def _distances(logits: Arg, token: Arg, highest: Arg, cold: Arg, VOCAB: tl.constexpr) -> Any:
+    """Distances of tokens; infinite past the vocabulary."""
+    value = tl.load(logits + token, mask=token < VOCAB, other=float("-inf")).to(tl.float32)
+    return (highest - value) * cold
+
+
+@jit
+def _weigh(
+    logits: Arg, begin: Arg, end: Arg, highest: Arg, cold: Arg, within: Arg, nearer: Arg, key0: Arg,
+    key1: Arg, VOCAB: tl.constexpr, BLOCK: tl.constexpr, DRAW: tl.constexpr,
+) -> Any:
+    """Of the tokens begin to end (a block's multiple, or the vocabulary): the weight within `within`, and of
+    those nearer than `nearer`; and, with DRAW, the least noise cost times exp(distance) of the latter, with
+    its token."""
+    place = tl.arange(0, BLOCK)
+    total_B, before_B = tl.zeros([BLOCK], tl.float32), tl.zeros([BLOCK], tl.float32)
+    best_B, id_B = tl.full([BLOCK], float("inf"), tl.float32), tl.full([BLOCK], FAR, tl.int32)
+    ahead_B = _distances(logits, begin + place, highest, cold, VOCAB)
+    for first in range(begin, end, BLOCK):
+        token_B, distance_B = first + place, ahead_B
+        ahead_B = _distances(logits, token_B + BLOCK, highest, cold, VOCAB)
+        weight_B = tl.where(distance_B <= within, fast_exp2(distance_B * -LOG2_E), 0.0)
+        legal_B = (distance_B <= within) & (distance_B < nearer)
+        total_B += weight_B
+        before_B += tl.where(legal_B, weight_B, 0.0)
+        if DRAW:
+            cost_B = token_cost(mix_word(token_B.to(tl.uint32)), key0, key1)
+            cost_B = tl.where(legal_B, cost_B * fast_exp2(distance_B * LOG2_E), float("inf"))
+            # Strictly better: of equal ones the first stays.
+            id_B = tl.where(cost_B < best_B, token_B, id_B)
+            best_B = tl.minimum(best_B, cost_B)
+    return tl.sum(total_B, 0), tl.sum(before_B, 0), tl.min(best_B, 0), first_lowest(best_B, id_B)
 
 
 @jit
 def _narrow(
-    logits: Arg, highest: Arg, cold: Arg, within: Arg, wanted: Arg, VOCAB: tl.constexpr,
-    CANDIDATES: tl.constexpr, BLOCK: tl.constexpr, PIVOTS: tl.constexpr, MOST_PASSES: tl.constexpr,
-    BY_WEIGHT: tl.constexpr,
+    logits: Arg, highest: Arg, cold: Arg, within: Arg, top_k: Arg, VOCAB: tl.constexpr,
+    BLOCK: tl.constexpr, PIVOTS: tl.constexpr, MOST_PASSES: tl.constexpr,
 ) -> Any:
-    """The distance within which `wanted` tokens lie, or (BY_WEIGHT) the part `wanted` of the weight within
-    `within`. Where no more than CANDIDATES tokens lie within a farther one, that one will do.
-
-    Returns the distance, how many tokens are within it (over CANDIDATES: any number), and the target.
-    """
+    """The distance within which top_k tokens lie, `within` where fewer lie within that."""
     pivot = tl.arange(0, PIVOTS)
-    beyond, target, count = within * 0.0 - 1e-6, wanted * 1.0, tl.sum(pivot, 0) * 0
-    passes, going = count * 0, count == 0
+    beyond, passes, going = within * 0.0 - 1e-6, top_k * 0, top_k > 0
     while going:
         reach = tl.where(pivot == PIVOTS - 1, within, beyond + (within - beyond) * ((pivot + 1) / PIVOTS))
-        total, count, nearest, farthest = _measure(
-            logits, highest, cold, reach, beyond, within, VOCAB, BLOCK, PIVOTS, BY_WEIGHT
-        )
-        whole = tl.sum(tl.where(pivot == PIVOTS - 1, total, 0.0), 0)
-        if BY_WEIGHT:
-            target = tl.where(passes == 0, wanted * whole, target)
-        place = tl.min(tl.where(total >= target, pivot, PIVOTS - 1), 0)
+        count, nearest, farthest = _count(logits, highest, cold, reach, beyond, within, VOCAB, BLOCK, PIVOTS)
+        place = tl.min(tl.where(count >= top_k, pivot, PIVOTS - 1), 0)
+        whole = tl.sum(tl.where(pivot == PIVOTS - 1, count, 0), 0)
         settled = nearest >= farthest
-        going = (count > CANDIDATES) & (settled == 0) & (whole >= target) & (passes < MOST_PASSES)
+        passes += 1
+        going = (settled == 0) & (whole >= top_k) & (passes < MOST_PASSES)
         beyond = tl.maximum(beyond, tl.max(tl.where(pivot < place, reach, -1.0), 0))
         halved = tl.sum(tl.where(pivot == place, reach, 0.0), 0)
         within = tl.where(going, halved, tl.where(settled, farthest, within))
-        passes += 1
-    return within, count, target
+    return within
 
 
 @jit
-def _measure(
+def _count(
     logits: Arg, highest: Arg, cold: Arg, reach_P: Arg, beyond: Arg, within: Arg, VOCAB: tl.constexpr,
-    BLOCK: tl.constexpr, PIVOTS: tl.constexpr, BY_WEIGHT: tl.constexpr,
+    BLOCK: tl.constexpr, PIVOTS: tl.constexpr,
 ) -> Any:
-    """One pass: the number or weight of tokens within each of reach, float32 [P]; the number within `within`,
-    and the nearest and farthest distance between beyond and within."""
+    """One pass: the number of tokens within each of reach, int32 [P], and the nearest and farthest distance
+    between beyond and within."""
     place = tl.arange(0, BLOCK)
-    total_PB = tl.zeros([PIVOTS, BLOCK], tl.float32)
-    count_B = tl.zeros([BLOCK], tl.int32)
+    count_PB = tl.zeros([PIVOTS, BLOCK], tl.int32)
     nearest_B = tl.full([BLOCK], float("inf"), tl.float32)
     farthest_B = tl.full([BLOCK], -1.0, tl.float32)
     for begin in range(0, VOCAB, BLOCK):
         distance_B = _distances(logits, begin + place, highest, cold, VOCAB)
-        inside_B = distance_B <= within
-        weight_B = tl.exp(-distance_B) if BY_WEIGHT else inside_B.to(tl.float32)
-        total_PB += tl.where(distance_B[None, :] <= reach_P[:, None], weight_B[None, :], 0.0)
-        count_B += inside_B.to(tl.int32)
+        count_PB += (distance_B[None, :] <= reach_P[:, None]).to(tl.int32)
         nearest_B = tl.minimum(nearest_B, tl.where(distance_B > beyond, distance_B, float("inf")))
-        farthest_B = tl.maximum(farthest_B, tl.where(inside_B, distance_B, -1.0))
-    return tl.sum(total_PB, 1), tl.sum(count_B, 0), tl.min(nearest_B, 0), tl.max(farthest_B, 0)
-
-
-@jit
-def _collect_within(
-    logits: Arg, bits_out: Arg, ids_out: Arg, highest: Arg, cold: Arg, within: Arg,
-    VOCAB: tl.constexpr, CANDIDATES: tl.constexpr, BLOCK: tl.constexpr,
-) -> None:
-    """Write the tokens within a distance, in order of their ids; they must be at most CANDIDATES."""
-    place = tl.arange(0, BLOCK)
-    found = tl.sum(place, 0) * 0
-    for begin in range(0, VOCAB, BLOCK):
-        token = begin + place
-        chosen = _distances(logits, token, highest, cold, VOCAB) <= within
-        to = found + tl.cumsum(chosen.to(tl.int32), 0) - 1
-        value = tl.load(logits + token, mask=chosen, other=0.0).to(tl.float32)
-        tl.store(bits_out + to, distance_bits(value, highest, cold), mask=chosen & (to < CANDIDATES))
-        tl.store(ids_out + to, token, mask=chosen & (to < CANDIDATES))
-        found += tl.sum(chosen.to(tl.int32), 0)
-    tl.debug_barrier()
-
-
-@jit
-def _draw_within(
-    logits: Arg, highest: Arg, cold: Arg, within: Arg, key0: Arg, key1: Arg,
-    VOCAB: tl.constexpr, BLOCK: tl.constexpr,
-) -> Any:
-    """The best noisy token among all within a distance."""
-    place = tl.arange(0, BLOCK)
-    best_B, id_B = tl.full([BLOCK], -1.0, tl.float32), place
-    for begin in range(0, VOCAB, BLOCK):
-        token = begin + place
-        distance_B = _distances(logits, token, highest, cold, VOCAB)
-        ratio_B = tl.exp(-distance_B) / token_cost(mix_word(token.to(tl.uint32)), key0, key1)
-        ratio_B = tl.where(distance_B <= within, ratio_B, -1.0)
-        # Strictly better: of equal ones the first stays.
-        id_B = tl.where(ratio_B > best_B, token, id_B)
-        best_B = tl.maximum(best_B, ratio_B)
-    return tl.min(tl.where(best_B == tl.max(best_B, 0), id_B, FAR), 0)
+        farthest_B = tl.maximum(farthest_B, tl.where(distance_B <= within, distance_B, -1.0))
+    return tl.sum(count_PB, 1), tl.min(nearest_B, 0), tl.max(farthest_B, 0)

@@ -43,12 +43,10 @@ def first_lowest(value_C: Arg, token_C: Arg) -> Any:
 
 
 @jit
-def bound_by_rank(bits_C: Arg, wanted: Arg, COUNT: tl.constexpr) -> Any:
-    """The bits of the wanted-th nearest, by comparing all of a few with all; FAR where there are fewer."""
-    other_1C, own_C1 = tl.expand_dims(bits_C, 0), tl.expand_dims(bits_C, 1)
-    rank_C = tl.sum((other_1C <= own_C1).to(tl.int32), 1)
-    own_C = tl.reshape(own_C1, (COUNT,))
-    return tl.min(tl.where(rank_C >= wanted, own_C, FAR), 0)
+def nth_of_few(bits_C: Arg, wanted: Arg) -> Any:
+    """The wanted-th lowest of about a hundred, each compared with all; FAR where there are fewer."""
+    within_CC = tl.expand_dims(bits_C, 0) <= tl.expand_dims(bits_C, 1)
+    return tl.min(tl.where(tl.sum(within_CC.to(tl.int32), 1) >= wanted, bits_C, FAR), 0)
 
 
 @jit
@@ -96,12 +94,9 @@ def draw_among(bits_C: Arg, token_C: Arg, top_k: Arg, top_p: Arg, key0: Arg, key
 
 
 @jit
-def draw_among_few(
-    bits_C: Arg, token_C: Arg, top_k: Arg, top_p: Arg, key0: Arg, key1: Arg, COUNT: tl.constexpr
-) -> Any:
+def draw_among_few(bits_C: Arg, token_C: Arg, top_k: Arg, top_p: Arg, key0: Arg, key1: Arg) -> Any:
     """The same among about a hundred: each is compared with all, which needs no search."""
-    last = bound_by_rank(bits_C, top_k, COUNT)
-    bits_C = tl.where(bits_C > last, FAR, bits_C)
+    bits_C = tl.where(bits_C > nth_of_few(bits_C, top_k), FAR, bits_C)
     if top_p < 1.0:
         weight_C = tl.where(bits_C < FAR, tl.exp(-bits_C.to(tl.float32, bitcast=True)), 0.0)
         nearer_CC = tl.expand_dims(bits_C, 0) < tl.expand_dims(bits_C, 1)

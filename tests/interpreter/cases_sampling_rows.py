@@ -13,6 +13,7 @@ from sampling_rows import (
     make_batch,
     make_pipeline,
     make_row,
+    noise_costs,
     random_logits,
     rows_of_every_kind,
 )
@@ -23,7 +24,8 @@ from slipstream.kernels.logprobs import token_logprobs, token_logprobs_reference
 # A division by zero is how the interpreter computes what a GPU gives as infinity.
 pytestmark = pytest.mark.filterwarnings("ignore:.*encountered:RuntimeWarning")
 
-# Each way through the fused sampler: few candidates, a whole row in registers, passes over it, equal logits.
+# Each way through the fused sampler: a best token that is plainly kept, or weighed, or not kept again and
+# again; few candidates, more, passes over a whole row.
 TRUNCATIONS = [
     {"temperature": 0.8, "top_k": 40, "top_p": 0.95},
     {"top_k": 1},
@@ -36,6 +38,8 @@ TRUNCATIONS = [
     {"top_k": 700, "top_p": 0.9},
     {"min_p": 1e-6, "top_p": 0.99},
     {"temperature": 5.0, "top_p": 0.9},
+    {"temperature": 9.0, "top_p": 0.02},
+    {"temperature": 9.0, "top_p": 0.1, "min_p": 0.2},
     {"temperature": 5.0, "min_p": 0.1},
     {"temperature": 5.0, "top_k": 3000, "top_p": 0.9, "min_p": 0.001},
     {"temperature": 9.0, "top_k": 2500},
@@ -71,10 +75,12 @@ def test_every_truncation_gives_the_tokens_of_the_eager_path(vocab, scale, dtype
     assert_same(*both(rows, logits, "sampled"))
 
 
-def test_equal_logits_share_their_fate():
+@pytest.mark.parametrize("step", [1.0, 0.25])
+def test_equal_logits_share_their_fate(step):
+    """Coarse steps leave a small top_k more equal tokens than it has candidates."""
     kinds = [{"top_k": 40}, {"top_k": 3, "top_p": 0.3}, {"top_p": 0.4}, {"top_k": 2300}, {"min_p": 0.5}]
     rows = [make_row(seed=lane, **kind) for lane, kind in enumerate(kinds * 2)]
-    logits = random_logits(len(rows), 4099, 5).mul(0.3).round()
+    logits = random_logits(len(rows), 4099, 5).mul(0.3).div(step).round() * step
     logits[5:] = 0.0
     assert_same(*both(rows, logits, "sampled"))
 
@@ -136,6 +142,11 @@ def test_draws_follow_the_distribution_that_the_parameters_state(kind, lanes):
     want = legal_probabilities(row, logits.numpy())
     assert not counts[want == 0].any()
     assert chi_square_is_plausible(counts[want > 0], want[want > 0] * lanes)
+
+
+def test_noise_costs_are_the_logarithms_of_the_stated_bits():
+    got, want = noise_costs(7, torch.device("cpu"))
+    assert np.abs(got / want - 1).max() < 5e-6
 
 
 def test_the_stage_is_the_first_that_covers_the_features():
