@@ -34,6 +34,10 @@ class Model(Protocol):
         returns."""
         ...
 
+    def of_each_kind(self) -> Model:
+        """The same model with one layer of each kind: it runs the same kernels, and means nothing."""
+        ...
+
     def logits(self, hidden_NH: Tensor) -> Tensor:
         """[N, V], float32, or the weights' type where the sampler reads that (see Maths.logits)."""
         ...

@@ -8,6 +8,7 @@ together, V vocabulary.
 
 from __future__ import annotations
 
+import copy
 from dataclasses import dataclass, fields
 
 import torch
@@ -71,23 +72,32 @@ class Decoder:
         self._embed = Embedding(embed_VH)
         self._rotary = Rotary(spec.rope, spec.max_model_len, device)
         prefixes = map(names.layer.format, range(spec.num_layers))
-        self._layers = [self._layer(spec, prefix, weight) for prefix in prefixes]
+        layers = [self._layer(spec, prefix, weight) for prefix in prefixes]
+        self._layers = list(enumerate(layers))
         self._final_norm = maths.norm(weight(names.final_norm + ".weight"), spec.rms_norm_eps)
         head_VH = embed_VH if spec.tie_word_embeddings else weight(names.lm_head + ".weight")
         self._lm_head = maths.linear(head_VH, None)
         shared = embed_VH.nbytes if spec.tie_word_embeddings and maths.shares_weights else 0
-        parts = [getattr(layer, field.name) for layer in self._layers for field in fields(Layer)]
+        parts = [getattr(layer, field.name) for layer in layers for field in fields(Layer)]
         parts += [self._embed, self._final_norm, self._lm_head, self._rotary]
         self.num_bytes = sum(part.num_bytes for part in parts) - shared
 
     def forward(self, tokens_T: Tensor, positions_T: Tensor, attend: Attend) -> Tensor:
-        first_norm = self._layers[0].attention_norm
+        first_norm = self._layers[0][1].attention_norm
         step = self._maths.open(self._embed, self._rotary, first_norm, tokens_T, positions_T)
-        for index, layer in enumerate(self._layers):
+        for index, layer in self._layers:
             qkv_TN = step.project(layer.attention_norm, layer.qkv)
             step.add(layer.o, step.mix(index, layer.heads, qkv_TN, attend))
             step.add(layer.down, step.project_gated(layer.mlp_norm, layer.gate_up))
         return step.finish(self._final_norm)
+
+    def of_each_kind(self) -> Decoder:
+        first: dict[LayerAttention, int] = {}
+        for index, kind in enumerate(self.attention):
+            first.setdefault(kind, index)
+        short = copy.copy(self)
+        short._layers = [self._layers[index] for index in first.values()]
+        return short
 
     def logits(self, hidden_NH: Tensor) -> Tensor:
         return self._maths.logits(self._lm_head, hidden_NH)

@@ -8,6 +8,8 @@ Legend: T tokens, L lanes, V vocabulary, H hidden size.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import torch
 
 from slipstream.attention.protocol import AttentionBackend, AttentionBatch
@@ -61,10 +63,15 @@ class BucketTick:
     def run(self, work: StepWork) -> TickOutput:
         """One step on the stream: staged writes, if any, and one graph."""
         lanes: BucketLanes = work.lanes
+        steady = work.writes.num_spans == 0 and lanes.num_logprobs < 0 and not work.prompt_scores
+        if steady and self.graphs.replay(lanes.shape):
+            return NOTHING
+        with torch.inference_mode():
+            return self._run(work, lanes)
+
+    def _run(self, work: StepWork, lanes: BucketLanes) -> TickOutput:
         work.writes.apply(self._table.arena)
         scores = self.graphs.run(lanes.shape)
-        if scores is None and not work.prompt_scores:
-            return NOTHING
         left = None
         if scores is not None:
             ids, values, rank = (leave(each[: lanes.num_lanes]) for each in scores)
@@ -76,6 +83,14 @@ class BucketTick:
         captured."""
         self._table.lanes["lane_to_row"].fill_(self._table.padding_row)
         self._table.lanes["lane_query_len"].fill_(1)
+
+    def launch_each_kind(self, shapes: Sequence[Shape]) -> None:
+        """Launches what these shapes launch, without repeating it for layers alike."""
+        whole, self._model = self._model, self._model.of_each_kind()
+        try:
+            self.graphs.try_all(shapes)
+        finally:
+            self._model = whole
 
     def begin(self) -> None:
         """Trials have taken turns of the ring; the first real step takes the first."""

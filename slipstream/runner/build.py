@@ -108,6 +108,7 @@ def _kernel_facts(plan: EnginePlan) -> str:
     return " ".join(f"{name}={getattr(plan, name)}" for name in names)
 
 
+@torch.inference_mode()
 def make_parts(plan: EnginePlan, device: torch.device) -> Parts:
     args, vocab_size = plan.args, plan.spec.vocab_size
     model = load_model(
@@ -202,6 +203,7 @@ def make_bucketed(parts: Parts) -> Bucketed:
 
 
 def _build_bucketed(parts: Parts, stream: Stream, compiling: Compiling) -> BuiltRunner:
+    @torch.inference_mode()
     def prepare() -> tuple[BucketTick, MemoryPlan]:
         made = make_bucketed(parts)
         shapes = made.shapes.all()

@@ -31,6 +31,13 @@ class Graphs:
     def __len__(self) -> int:
         return len(self._graphs)
 
+    def replay(self, shape: Shape) -> bool:
+        """On the stream; False, and nothing is done, where there is no graph of this shape."""
+        found = self._graphs.get(shape)
+        if found is not None:
+            found[0].replay()
+        return found is not None
+
     def run(self, shape: Shape) -> Scores | None:
         """On the stream."""
         found = self._graphs.get(shape)

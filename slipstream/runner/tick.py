@@ -102,6 +102,7 @@ class EagerTick:
     def stage_lanes(self, plan: StepPlan, mirror: RowMirror) -> ExactLanes:
         return stage_exact(plan, self._table, mirror, self._pipeline.names)
 
+    @torch.inference_mode()
     def run(self, work: StepWork) -> TickOutput:
         """One step on the stream."""
         work.writes.apply(self._table.arena)

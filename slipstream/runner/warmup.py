@@ -32,12 +32,12 @@ class Compiling:
         self._finished = Finished(facts)
         self._workers = None if self._finished else Workers(torch.cuda.get_device_capability(device))
 
-    def compile(self, trial: Callable[[], None]) -> None:
-        """Everything that trial launches."""
+    def compile(self, trial: Callable[[], None], meanwhile: Callable[[], None]) -> None:
+        """Everything that trial launches. meanwhile: what this process can do while others compile."""
         if self._workers is not None:
             launches = list_launches(trial)
             log.info("compiling %d kernels, once for this machine", len(launches))
-            self._workers.compile(launches)
+            self._workers.compile(launches, meanwhile)
             self._finished.mark()
             log.info("kernels are compiled")
 
@@ -45,6 +45,14 @@ class Compiling:
         """After a failure."""
         if self._workers is not None:
             self._workers.stop()
+
+
+def multiply_once(plan: EnginePlan, device: torch.device) -> None:
+    """cuBLAS reads some hundred megabytes from disk at its first product."""
+    dtype = getattr(torch, plan.dtype)
+    weight_NK = torch.zeros(plan.spec.intermediate_size, plan.spec.hidden_size, dtype=dtype, device=device)
+    for rows in (64, 256, plan.max_num_batched_tokens):
+        torch.nn.functional.linear(weight_NK.new_zeros(rows, plan.spec.hidden_size), weight_NK)
 
 
 def warm_up(
@@ -58,7 +66,7 @@ def warm_up(
     """shapes: the largest first. Raises ValueError where not one request fits beside what was measured."""
     attention.allocate(TRIAL_BLOCKS)
     tick.point_all_lanes_nowhere()
-    compiling.compile(lambda: tick.graphs.try_all(shapes))
+    compiling.compile(lambda: tick.launch_each_kind(shapes), lambda: multiply_once(plan, device))
     memory = CudaMemory(device)
     largest = max(shapes, key=lambda shape: (shape.tokens, shape.num_logprobs))
 
