@@ -16,7 +16,7 @@ import torch
 import torch.nn.functional as F
 
 from slipstream.kernels.backend import ceil_div, next_power_of_2, pdl_options, use_triton
-from slipstream.kernels.linear_direct import direct_kernel
+from slipstream.kernels.linear_direct import direct_kernel, vector_kernel
 from slipstream.kernels.linear_kernels import slab_kernel, tile_kernel
 from slipstream.kernels.linear_table import MEASURED, read_cut
 from slipstream.kernels.rms_norm import rms_norm, rms_norm_reference
@@ -38,19 +38,20 @@ class LinearConfig:
     from slabs of `depth` inputs; `splits` programs share the inputs of a tile.
 
     kind: "slab" gives each warp a part of a slab; where weights are at most `stages` slabs deep, all are read
-    before the predecessor ends, else one slab ahead. "direct" too, but `stages` slabs are always in flight,
-    and shared memory is not used; norms go before. "tile" is a plain product through shared memory with
-    `stages` slabs in flight. early: the successor's prologue starts at once, not when this kernel's inputs
+    before the predecessor ends, else one slab ahead. "vector" (of up to 4 rows) and "direct" (8 or 16) keep
+    `stages` slabs in flight and use no shared memory; norms go before. "tile" is a plain product through shared memory with
+    `stages` slabs in flight, and `held` more in registers, read before the predecessor ends. early: the successor's prologue starts at once, not when this kernel's inputs
     are ready. folds: a norm is part of the product, not a kernel before it.
     """
 
-    kind: Literal["slab", "direct", "tile"]
+    kind: Literal["slab", "vector", "direct", "tile"]
     rows: int
     columns: int
     depth: int
     splits: int = 1
     warps: int = 4
     stages: int = 4
+    held: int = 0
     early: bool = False
     folds: bool = True
 
@@ -143,18 +144,24 @@ def scratch_size(rows: int, outputs: int, config: LinearConfig) -> tuple[int, in
     if config.splits == 1:
         return 0, 0
     tiles = ceil_div(rows, config.rows) * ceil_div(outputs, config.columns)
-    return config.splits * rows * outputs, tiles
+    return config.splits * rows * ceil_div(outputs, config.columns) * config.columns, tiles
 
 
 def linear(
-    x_MK: Tensor, weight_NK: Tensor, bias_N: Tensor | None, config: LinearConfig, norm: Norm | None = None
+    x_MK: Tensor,
+    weight_NK: Tensor,
+    bias_N: Tensor | None,
+    config: LinearConfig,
+    norm: Norm | None = None,
+    scratch: LinearScratch | None = None,
 ) -> Tensor:
-    """Returns y [M, N] in the weight's type. x: the weight's type, or the float32 residual with a norm."""
+    """Returns y [M, N] in the weight's type. x: the weight's type, or the float32 residual with a norm.
+    scratch: for products that are split, which do not fold a norm."""
     x_MK, norm = _check(x_MK, weight_NK, bias_N, config, norm)
     if not use_triton(x_MK):
         return linear_reference(x_MK, weight_NK, bias_N, norm)
     y_MN = weight_NK.new_empty(x_MK.shape[0], weight_NK.shape[0])
-    _launch(x_MK, weight_NK, bias_N, config, norm, y_MN, "plain", None)
+    _launch(x_MK, weight_NK, bias_N, config, norm, y_MN, "plain", scratch)
     return y_MN
 
 
@@ -166,16 +173,22 @@ def linear_reference(
 
 
 def gated_linear(
-    x_MK: Tensor, weight_NK: Tensor, bias_N: Tensor | None, config: LinearConfig, norm: Norm | None = None
+    x_MK: Tensor,
+    weight_NK: Tensor,
+    bias_N: Tensor | None,
+    config: LinearConfig,
+    norm: Norm | None = None,
+    scratch: LinearScratch | None = None,
 ) -> Tensor:
-    """Returns silu(gate) * up [M, I] in the weight's type; the weight's rows are gate's, then up's."""
+    """Returns silu(gate) * up [M, I] in the weight's type; the weight's rows are gate's, then up's.
+    scratch: as for linear."""
     x_MK, norm = _check(x_MK, weight_NK, bias_N, config, norm)
     if weight_NK.shape[0] % 2:
         raise ValueError("gate and up must have as many rows each")
     if not use_triton(x_MK):
         return gated_linear_reference(x_MK, weight_NK, bias_N, norm)
     y_MI = weight_NK.new_empty(x_MK.shape[0], weight_NK.shape[0] // 2)
-    _launch(x_MK, weight_NK, bias_N, config, norm, y_MI, "gated", None)
+    _launch(x_MK, weight_NK, bias_N, config, norm, y_MI, "gated", scratch)
     return y_MI
 
 
@@ -204,8 +217,6 @@ def add_linear(
     if not use_triton(x_MK):
         add_linear_reference(x_MK, weight_NK, bias_N, residual_MN)
         return
-    if not scratch.holds(rows, outputs, config):
-        raise ValueError(f"scratch is too small for {rows} x {outputs} sums in {config.splits} splits")
     _launch(x_MK, weight_NK, bias_N, config, None, residual_MN, "add", scratch)
 
 
@@ -237,7 +248,7 @@ def _check(
     weight_K = norm.weight_K
     if weight_K.shape != x_MK.shape[1:] or weight_K.dtype != torch.float32 or weight_K.stride(0) != 1:
         raise ValueError("the norm's weight must be float32 [K], adjacent")
-    if config.folds and config.kind != "direct":
+    if config.folds and config.kind in ("slab", "tile"):
         return x_MK, norm
     return rms_norm(x_MK, weight_K, norm.eps, weight_NK.dtype), None
 
@@ -255,17 +266,20 @@ def _launch(
     (rows, inputs), outputs = x_MK.shape, weight_NK.shape[0]
     if rows == 0:
         return
-    if config.splits > 1 and scratch is None:
-        raise ValueError("only products that go into the residual may be split")
+    if config.splits > 1 and norm is not None:
+        raise ValueError("products that fold a norm cannot be split")
+    if config.splits > 1 and (scratch is None or not scratch.holds(rows, outputs, config)):
+        raise ValueError(f"scratch is too small for {rows} x {outputs} sums in {config.splits} splits")
     slabs = ceil_div(ceil_div(inputs, config.depth), config.splits)
     tile_outputs = config.columns // 2 if op == "gated" else config.columns
     each = outputs // 2 if op == "gated" else outputs
     even = inputs == slabs * config.depth * config.splits and each % tile_outputs == 0
     partial, counter = (out, out) if scratch is None else (scratch.partial, scratch.counter)
-    is_tile = config.kind == "tile"
-    extra = {"num_stages": config.stages} if is_tile else {"CHUNKS": config.warps, "AHEAD": config.stages}
-    kernel = {"slab": slab_kernel, "direct": direct_kernel, "tile": tile_kernel}[config.kind]
-    kernel[(ceil_div(rows, config.rows), ceil_div(each, tile_outputs), config.splits)](
+    extra = {"CHUNKS": config.warps, "AHEAD": config.stages}
+    if config.kind == "tile":
+        extra = {"HELD": min(config.held, slabs), "num_stages": config.stages}
+    kernels = {"slab": slab_kernel, "vector": vector_kernel, "direct": direct_kernel, "tile": tile_kernel}
+    kernels[config.kind][(ceil_div(rows, config.rows), ceil_div(each, tile_outputs), config.splits)](
         x_MK, weight_NK, weight_NK if bias_N is None else bias_N, x_MK if norm is None else norm.weight_K,
         out, partial, counter, rows, 0.0 if norm is None else norm.eps, x_MK.stride(0), out.stride(0),
         OUTPUTS=outputs, INPUTS=inputs, ROWS=config.rows, COLUMNS=config.columns, DEPTH=config.depth,

@@ -1,10 +1,8 @@
-"""The Triton kernel of linear.py that reads weights from memory straight into the tensor core's registers.
+"""The Triton kernels of linear.py that read weights from memory straight into the registers that multiply.
 
-A product sums over inputs in any order, so each thread may take eight neighbouring inputs of a row as the
-eight that mma.m16n8k16 wants of it in two steps. Neither weights nor x then pass through shared memory, and
-many slabs of weights are in flight before the predecessor ends. As everywhere, weights are the left operand.
-
-In shapes: a warp has a chunk of a slab, PIECES x 32 inputs of COLUMNS outputs and of ROWS rows.
+Neither weights nor x pass through shared memory, so many slabs of weights can be in flight, and they are
+before the predecessor ends. Warps have parts of a slab's inputs; their sums are added once, at the end.
+Norms go before. As everywhere, weights are the left operand.
 """
 
 from __future__ import annotations
@@ -32,7 +30,10 @@ def direct_kernel(
     SPLITS: tl.constexpr, OP: tl.constexpr, NORMED: tl.constexpr, SHRINK: tl.constexpr,
     BIASED: tl.constexpr, EVEN: tl.constexpr, EARLY: tl.constexpr, PDL: tl.constexpr,
 ) -> None:
-    """For 8 or 16 rows; `AHEAD` slabs of weights and x are in flight, those of weights before the wait."""
+    """For tensor cores: 8 or 16 rows, of which some may be missing. AHEAD slabs are in flight.
+
+    A product sums over inputs in any order, so each thread takes eight neighbouring inputs of a row as the
+    eight that mma.m16n8k16 wants of it in two steps. A warp's chunk of a slab is PIECES x 32 inputs."""
     tl.static_assert(not NORMED, "norms go before")
     first_row, tile, split = tl.program_id(0) * ROWS, tl.program_id(1), tl.program_id(2)
     PIECES: tl.constexpr = DEPTH // CHUNKS // 32
@@ -73,10 +74,52 @@ def direct_kernel(
     )
 
 
+@jit_with(do_not_specialize=("count",))
+def vector_kernel(
+    x: Arg, weight: Arg, bias: Arg, norm: Arg, out: Arg, partial: Arg, counter: Arg, count: Arg, eps: Arg,
+    x_stride: Arg, out_stride: Arg,
+    OUTPUTS: tl.constexpr, INPUTS: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr,
+    DEPTH: tl.constexpr, CHUNKS: tl.constexpr, SLABS: tl.constexpr, AHEAD: tl.constexpr,
+    SPLITS: tl.constexpr, OP: tl.constexpr, NORMED: tl.constexpr, SHRINK: tl.constexpr,
+    BIASED: tl.constexpr, EVEN: tl.constexpr, EARLY: tl.constexpr, PDL: tl.constexpr,
+) -> None:
+    """For one to four rows, without tensor cores. With DEPTH = 256 CHUNKS every thread has eight inputs of
+    each of a slab's COLUMNS weights, and a warp reads 512 bytes of a row at once."""
+    tl.static_assert(not NORMED, "norms go before")
+    first_row, tile, split = tl.program_id(0) * ROWS, tl.program_id(1), tl.program_id(2)
+    k = split * SLABS * DEPTH + tl.arange(0, DEPTH)[None, None, :]
+    source = weight_rows(tile, tl.arange(0, COLUMNS), OUTPUTS, COLUMNS, OP)[None, :, None]
+    row = first_row + tl.arange(0, ROWS)[:, None, None]
+    at = weight + tl.maximum(source, 0).to(tl.int64) * INPUTS
+    x_at = x + row.to(tl.int64) * x_stride
+    bias_C = load_bias(bias, tile, OUTPUTS, COLUMNS, OP, BIASED)
+    FIRST: tl.constexpr = min(SLABS, AHEAD)
+    weights, values = (), ()
+    for slab in tl.static_range(FIRST):
+        weights = append(weights, load_weights(at, source, k + slab * DEPTH, INPUTS, EVEN))
+    pdl_begin(PDL, EARLY)
+    for slab in tl.static_range(FIRST):
+        values = append(values, load_x(x_at, row, k + slab * DEPTH, count, INPUTS, EVEN))
+    before = load_residual(
+        out, tile, first_row, count, out_stride, OUTPUTS, ROWS, COLUMNS, OP == "add" and SPLITS == 1
+    )
+    acc = tl.zeros([ROWS, COLUMNS, DEPTH // 8], tl.float32)
+    for slab in tl.static_range(SLABS):
+        products = weights[slab].to(tl.float32) * values[slab].to(tl.float32)
+        if slab + AHEAD < SLABS:
+            following = k + (slab + AHEAD) * DEPTH
+            weights = append(weights, load_weights(at, source, following, INPUTS, EVEN))
+            values = append(values, load_x(x_at, row, following, count, INPUTS, EVEN))
+        acc += tl.sum(tl.reshape(products, [ROWS, COLUMNS, DEPTH // 8, 8]), 3)
+    finish(
+        tl.trans(tl.sum(acc, 2)), tl.zeros([ROWS], tl.float32), before, bias_C, out, partial, counter, tile,
+        first_row, split, count, eps, out_stride, OUTPUTS, INPUTS, ROWS, COLUMNS, SPLITS, OP, NORMED, SHRINK,
+        BIASED,
+    )
+
+
 @jit
-def _operand(
-    loaded: Arg, WIDTH: tl.constexpr, CHUNKS: tl.constexpr, PIECES: tl.constexpr
-) -> Any:
+def _operand(loaded: Arg, WIDTH: tl.constexpr, CHUNKS: tl.constexpr, PIECES: tl.constexpr) -> Any:
     """[CHUNKS, WIDTH, inputs] from what threads have read. Four threads of a row have eight inputs each, and
     a step of the tensor core takes inputs 2 t, 2 t + 1, 2 t + 8, 2 t + 9 from thread t: the first four of
     its eight in one step, the others in the next."""

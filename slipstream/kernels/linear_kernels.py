@@ -92,11 +92,13 @@ def tile_kernel(
     x: Arg, weight: Arg, bias: Arg, norm: Arg, out: Arg, partial: Arg, counter: Arg, count: Arg, eps: Arg,
     x_stride: Arg, out_stride: Arg,
     OUTPUTS: tl.constexpr, INPUTS: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr,
-    DEPTH: tl.constexpr, SLABS: tl.constexpr, SPLITS: tl.constexpr, OP: tl.constexpr,
+    DEPTH: tl.constexpr, SLABS: tl.constexpr, HELD: tl.constexpr, SPLITS: tl.constexpr, OP: tl.constexpr,
     NORMED: tl.constexpr, SHRINK: tl.constexpr, BIASED: tl.constexpr, EVEN: tl.constexpr,
     EARLY: tl.constexpr, PDL: tl.constexpr,
 ) -> None:
-    """For more rows: slabs of x and of weights go through shared memory, several stages ahead."""
+    """For more rows: slabs of x and of weights go through shared memory, several stages ahead. Those stages
+    begin after the wait, so that memory would idle before it: the weights of the last HELD slabs are read
+    then, into registers."""
     first_row, tile, split = tl.program_id(0) * ROWS, tl.program_id(1), tl.program_id(2)
     k = split * SLABS * DEPTH + tl.arange(0, DEPTH)[None, :]
     source = weight_rows(tile, tl.arange(0, COLUMNS), OUTPUTS, COLUMNS, OP)[:, None]
@@ -106,15 +108,24 @@ def tile_kernel(
     bias_C = load_bias(bias, tile, OUTPUTS, COLUMNS, OP, BIASED)
     acc = tl.zeros([COLUMNS, ROWS], tl.float32)
     squares = tl.zeros([ROWS], tl.float32)
+    held, scales, values = (), (), ()
+    for slab in tl.static_range(HELD):
+        last = k + (SLABS - HELD + slab) * DEPTH
+        held = append(held, load_weights(at, source, last, INPUTS, EVEN))
+        scales = append(scales, load_scale(norm, last, INPUTS, NORMED))
     pdl_begin(PDL, EARLY)
-    for _ in range(SLABS):
+    for slab in tl.static_range(HELD):
+        values = append(values, load_x(x_at, row, k + (SLABS - HELD + slab) * DEPTH, count, INPUTS, EVEN))
+    for _ in range(SLABS - HELD):
         weights = load_weights(at, source, k, INPUTS, EVEN)
         value = load_x(x_at, row, k, count, INPUTS, EVEN)
-        if NORMED:
-            squares += tl.sum(value * value, 1)
-            value = value * (load_scale(norm, k, INPUTS, NORMED) * SHRINK)
-        acc = tl.dot(weights, tl.trans(value.to(weights.dtype)), acc, input_precision="ieee")
+        scale = load_scale(norm, k, INPUTS, NORMED)
+        acc, squares = _tile_step(weights, scale, value, acc, squares, NORMED, SHRINK)
         k += DEPTH
+    for slab in tl.static_range(HELD):
+        # Masked again: else Triton moves x to shared memory before the loop, which would begin later for it.
+        value = tl.where(row < count, values[slab], 0.0)
+        acc, squares = _tile_step(held[slab], scales[slab], value, acc, squares, NORMED, SHRINK)
     before = load_residual(
         out, tile, first_row, count, out_stride, OUTPUTS, ROWS, COLUMNS, OP == "add" and SPLITS == 1
     )
@@ -122,6 +133,17 @@ def tile_kernel(
         acc, squares, before, bias_C, out, partial, counter, tile, first_row, split, count, eps, out_stride,
         OUTPUTS, INPUTS, ROWS, COLUMNS, SPLITS, OP, NORMED, SHRINK, BIASED,
     )
+
+
+@jit
+def _tile_step(
+    weights: Arg, scale: Arg, value: Arg, acc: Arg, squares: Arg, NORMED: tl.constexpr, SHRINK: tl.constexpr
+) -> Any:
+    """One slab's products."""
+    if NORMED:
+        squares += tl.sum(value * value, 1)
+        value = value * (scale * SHRINK)
+    return tl.dot(weights, tl.trans(value.to(weights.dtype)), acc, input_precision="ieee"), squares
 
 
 @jit
@@ -211,9 +233,9 @@ def finish(
     else:
         row = first_row + tl.arange(0, ROWS)[None, :]
         column = tile * COLUMNS + tl.arange(0, COLUMNS)[:, None]
-        inside = (row < count) & (column < OUTPUTS)
-        place = partial + row.to(tl.int64) * OUTPUTS + column
-        size = count.to(tl.int64) * OUTPUTS
+        inside, width = row < count, tl.num_programs(1) * COLUMNS
+        place = partial + row.to(tl.int64) * width + column
+        size = count.to(tl.int64) * width
         tl.store(place + split * size, total, mask=inside)
         # One thread's release covers its whole program's stores only after a barrier.
         tl.debug_barrier()

@@ -1,8 +1,8 @@
 """Products as measured on an H200 in chains of layers (tests/gpu/time_linear.py), bfloat16: the best cut for
 up to so many rows; None where cuBLAS is faster.
 
-A cut is written as the script prints it: kind (s slab, d direct, t tile), rows x columns x depth, / splits, w warps, n
-stages, then e for early, a for a norm apart.
+A cut is written as the script prints it: kind (s slab, v vector, d direct, t tile), rows x columns x depth, /
+splits, w warps, n stages, h slabs held, then e for early, a for a norm apart.
 """
 
 from __future__ import annotations
@@ -51,7 +51,7 @@ MEASURED: dict[tuple[str, int, int], dict[int, str | None]] = {
         8: "t16x64x128w4n4a", 16: "t16x128x128w8n3a", 32: "t32x64x128w4n4a", 64: "t64x128x64w4n4a", 256: None,
     },
 }  # fmt: skip
-CUT = re.compile(r"([sdt])(\d+)x(\d+)x(\d+)(?:/(\d+))?w(\d+)n(\d+)(e?)(a?)")
+CUT = re.compile(r"([svdt])(\d+)x(\d+)x(\d+)(?:/(\d+))?w(\d+)n(\d+)(?:h(\d+))?(e?)(a?)")
 
 
 @functools.cache
@@ -59,12 +59,13 @@ def read_cut(text: str) -> dict[str, Any]:
     """Fields of a LinearConfig."""
     match = CUT.fullmatch(text)
     assert match is not None, text
-    kind, rows, columns, depth, splits, warps, stages, early, apart = match.groups()
+    kind, rows, columns, depth, splits, warps, stages, held, early, apart = match.groups()
     numbers = {"rows": rows, "columns": columns, "depth": depth, "warps": warps, "stages": stages}
     return {
-        "kind": {"s": "slab", "d": "direct", "t": "tile"}[kind],
+        "kind": {"s": "slab", "v": "vector", "d": "direct", "t": "tile"}[kind],
         **{name: int(value) for name, value in numbers.items()},
         "splits": int(splits or 1),
+        "held": int(held or 0),
         "early": bool(early),
         "folds": not apart,
     }

@@ -129,7 +129,9 @@ def _norm_kernel(
     column = tl.arange(0, BLOCK)
     inside = column < WIDTH
     scale = tl.load(weight + column, mask=inside, other=0.0)  # a constant: read before the wait
-    pdl_begin(PDL)
+    # The weights of the product that follows may be on their way meanwhile. The embedding, a step's first
+    # kernel, holds back: what follows it may count on all that came before the step's layers.
+    pdl_begin(PDL, MODE != "embed")
     source = tl.load(delta + token) if MODE == "embed" else token
     value = tl.load(x + source * x_stride + column, mask=inside, other=0.0).to(tl.float32)
     if MODE == "add":

@@ -10,8 +10,10 @@ Legend: T tokens, H hidden, N outputs, K inputs, Y query and key heads together,
 from __future__ import annotations
 
 import functools
+import itertools
 import math
 from dataclasses import dataclass
+from typing import get_args
 
 import torch
 import torch.nn.functional as F
@@ -64,7 +66,7 @@ class FusedLinear:
         config = self.config("plain", len(x_MK))
         if config is None:
             return F.linear(x_MK, self.weight_NK, self.bias_N)
-        return linear(x_MK, self.weight_NK, self.bias_N, config)
+        return linear(x_MK, self.weight_NK, self.bias_N, config, scratch=self.scratch)
 
 
 @dataclass(frozen=True, slots=True)
@@ -123,10 +125,11 @@ class FusedMaths:
 
 @functools.cache
 def _most_scratch(outputs: int, inputs: int, dtype: torch.dtype, invariant: bool) -> tuple[int, int]:
-    """Sums and tiles that any count of rows needs."""
+    """Sums and tiles that any product with such a weight needs."""
     sums = tiles = 0
-    for rows in range(1, MOST_ROWS + 1):  # products of more are never split
-        config = choose_linear_config("add", rows, outputs, inputs, dtype, invariant)
+    every = range(1, MOST_ROWS + 1)  # products of more rows are never split
+    for op, rows in itertools.product(get_args(Op), every):
+        config = choose_linear_config(op, rows, outputs, inputs, dtype, invariant)
         if config is not None:
             needed = scratch_size(rows, outputs, config)
             sums, tiles = max(sums, needed[0]), max(tiles, needed[1])
@@ -164,14 +167,14 @@ class FusedPass:
         if config is None:
             return linear_(self._normed(norm.norm))
         x_TK, folded = self._input(norm.norm, config)
-        return linear(x_TK, linear_.weight_NK, linear_.bias_N, config, folded)
+        return linear(x_TK, linear_.weight_NK, linear_.bias_N, config, folded, linear_.scratch)
 
     def project_gated(self, norm: FusedNorm, linear_: FusedLinear) -> Tensor:
         config = linear_.config("gated", len(self._residual_TH))
         if config is None:
             return silu_and_mul(linear_(self._normed(norm.norm)))
         x_TK, folded = self._input(norm.norm, config)
-        return gated_linear(x_TK, linear_.weight_NK, linear_.bias_N, config, folded)
+        return gated_linear(x_TK, linear_.weight_NK, linear_.bias_N, config, folded, linear_.scratch)
 
     def mix(self, layer: int, heads: FusedHeads, qkv_TN: Tensor, attend: AttendQkv) -> Tensor:
         qkv_TXD = qkv_TN.view(len(qkv_TN), -1, heads.head_dim)

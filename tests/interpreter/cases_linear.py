@@ -3,6 +3,8 @@
 Weights are float32 and float16: the interpreter multiplies the bits of bfloat16 matrices, not their values.
 """
 
+from dataclasses import replace
+
 import pytest
 import torch
 from linear_cases import LinearCase, linear_case
@@ -28,12 +30,15 @@ CONFIGS = {
     "slabs ahead": LinearConfig("slab", rows=16, columns=32, depth=256, warps=8, stages=3),
     "a slab at a time": LinearConfig("slab", rows=4, columns=32, depth=128, stages=1),
     "early": LinearConfig("slab", rows=8, columns=32, depth=256, early=True),
+    "vectors": LinearConfig("vector", rows=4, columns=16, depth=256, warps=1, stages=2, folds=False),
     "direct": LinearConfig("direct", rows=8, columns=16, depth=256, stages=1, folds=False),
     "direct, ahead": LinearConfig("direct", rows=16, columns=32, depth=128, warps=2, stages=2, folds=False),
     "tiles": LinearConfig("tile", rows=32, columns=64, depth=64, stages=3),
-    "norm apart": LinearConfig("tile", rows=16, columns=32, depth=128, folds=False),
+    "tiles, held": LinearConfig("tile", rows=16, columns=32, depth=64, stages=3, held=2),
+    "all tiles held": LinearConfig("tile", rows=32, columns=32, depth=128, held=9, folds=False),
 }
 SPLITS = {
+    "vectors": LinearConfig("vector", rows=2, columns=16, depth=128, splits=2, stages=3, folds=False),
     "direct": LinearConfig("direct", rows=8, columns=16, depth=64, warps=2, splits=2, stages=2, folds=False),
     "slabs": LinearConfig("slab", rows=16, columns=16, depth=128, splits=2, stages=2),
     "a slab each": LinearConfig("slab", rows=8, columns=32, depth=128, splits=5),
@@ -49,15 +54,16 @@ def close(got, expected, dtype):
 
 def run(case: LinearCase, op: str, config: LinearConfig) -> torch.Tensor:
     """What the kernel makes of a case."""
-    if op != "add":
-        product = gated_linear if op == "gated" else linear
-        return product(case.x_MK, case.weight_NK, case.bias_N, config, case.norm)
-    residual = case.residual_MN.clone()
-    scratch = LinearScratch(*scratch_size(*residual.shape, config), torch.device("cpu"))
+    out = case.residual_MN.clone()
+    scratch = LinearScratch(*scratch_size(*out.shape, config), torch.device("cpu"))
     scratch.partial.fill_(float("nan"))
-    add_linear(case.x_MK, case.weight_NK, case.bias_N, residual, config, scratch)
+    if op == "add":
+        add_linear(case.x_MK, case.weight_NK, case.bias_N, out, config, scratch)
+    else:
+        product = gated_linear if op == "gated" else linear
+        out = product(case.x_MK, case.weight_NK, case.bias_N, config, case.norm, scratch)
     assert not scratch.counter.any()
-    return residual
+    return out
 
 
 @pytest.mark.parametrize("rows", ROWS)
@@ -75,9 +81,12 @@ def test_products_are_right_at_any_size(rows, op, name):
 @pytest.mark.parametrize("rows", ROWS)
 @pytest.mark.parametrize("name", SPLITS)
 def test_split_products_are_right_at_any_size(rows, name):
-    outputs, inputs = SIZES[(ROWS.index(rows) + list(SPLITS).index(name)) % len(SIZES)]
-    case = linear_case(rows, outputs, inputs, torch.float32, biased=True)
-    close(run(case, "add", SPLITS[name]), case.expected("add"), torch.float32)
+    turn = ROWS.index(rows) + list(SPLITS).index(name)
+    outputs, inputs = SIZES[turn % len(SIZES)]
+    for op in ("add", ("plain", "gated")[turn % 2]):
+        case = linear_case(rows, outputs, inputs, torch.float32, biased=True, normed=op != "add")
+        config = replace(SPLITS[name], folds=False)
+        close(run(case, op, config), case.expected(op), torch.float32)
 
 
 def test_large_activations_do_not_overflow_float16_before_the_norm_scales_them():
@@ -114,8 +123,10 @@ def test_what_does_not_fit_is_refused():
     x, weight = case.x_MK, case.weight_NK
     with pytest.raises(ValueError, match="scratch is too small"):
         add_linear(x, weight, None, case.residual_MN, config, LinearScratch(10, 10, torch.device("cpu")))
-    with pytest.raises(ValueError, match="may be split"):
+    with pytest.raises(ValueError, match="scratch is too small"):
         linear(x, weight, None, config)
+    with pytest.raises(ValueError, match="cannot be split"):
+        linear(x, weight, None, config, Norm(torch.ones(320), 1e-5))
     with pytest.raises(ValueError, match="contiguous"):
         linear(x, weight[:, ::2], None, CONFIGS["tiles"])
     with pytest.raises(ValueError, match="weight's type"):
