@@ -39,9 +39,10 @@ class LinearConfig:
 
     kind: "slab" gives each warp a part of a slab; where weights are at most `stages` slabs deep, all are read
     before the predecessor ends, else one slab ahead. "vector" (of up to 4 rows) and "direct" (8 or 16) keep
-    `stages` slabs in flight and use no shared memory; norms go before. "tile" is a plain product through shared memory with
-    `stages` slabs in flight, and `held` more in registers, read before the predecessor ends. early: the successor's prologue starts at once, not when this kernel's inputs
-    are ready. folds: a norm is part of the product, not a kernel before it.
+    `stages` slabs in flight and use no shared memory; norms go before. "tile" is a plain product through
+    shared memory with `stages` slabs in flight; the last `held` are read before the predecessor ends. early:
+    the successor's prologue starts at once, not when this kernel's inputs are ready. folds: a norm is part of
+    the product, not a kernel before it.
     """
 
     kind: Literal["slab", "vector", "direct", "tile"]

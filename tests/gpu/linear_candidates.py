@@ -1,95 +1,80 @@
-"""Configurations of the products in kernels/linear.py that are worth timing, by operation, rows and shape."""
+"""Configurations of the products in kernels/linear.py that are worth timing, by operation, rows and shape, in
+the notation of kernels/linear_table.py. The likeliest come first."""
 
 from __future__ import annotations
 
-from dataclasses import replace
-
 import torch
 
-from slipstream.kernels.backend import ceil_div
 from slipstream.kernels.linear import LinearConfig, Op, choose_linear_config
+from slipstream.kernels.linear_table import read_cut
 
 BF16_BYTES = 2
 SHARED_BYTES = 227 * 1024
-# Rows of a slab's tile by rows of a step: fewer tiles than rows, for the sake of compile time.
-SLAB_ROWS = {1: 1, 2: 4, 4: 4, 8: 8, 16: 16, 32: 32}
-
-
-def slab(
-    rows: int, columns: int, depth: int, warps: int, stages: int, splits: int = 1, folds: bool = True
-) -> LinearConfig:
-    return LinearConfig("slab", rows, columns, depth, splits, warps, stages, folds=folds)
-
-
-def tile(
-    rows: int, columns: int, depth: int, warps: int, stages: int, splits: int = 1, folds: bool = False
-) -> LinearConfig:
-    return LinearConfig("tile", rows, columns, depth, splits, warps, stages, folds=folds)
+# Weights of more elements stream: their bytes, not their kernels' latency, take the time.
+STREAMS = 1 << 23
 
 
 def candidates(op: Op, rows: int, outputs: int, inputs: int) -> list[LinearConfig]:
-    """For bfloat16 weights. The chosen configuration first, where there is one."""
-    found = []
-    if rows in SLAB_ROWS:
-        found += slabs(op, SLAB_ROWS[rows], outputs, inputs)
-    if rows >= 16 or outputs * inputs >= 1 << 24:
-        found += tiles(op, rows, outputs, inputs)
-    found = [config for config in found if fits(config)]
+    """For bfloat16 weights. Last what is chosen now, where it is no other."""
+    if outputs * inputs > STREAMS:
+        cuts = streams(op, rows, outputs, inputs)
+    else:
+        cuts = small(op, rows, inputs // 1024)
+    found = [config for cut in cuts.split() if fits(config := LinearConfig(**read_cut(cut)), inputs)]
     chosen = choose_linear_config(op, rows, outputs, inputs, torch.bfloat16)
-    return list(dict.fromkeys(([chosen] if chosen else []) + found))
+    return list(dict.fromkeys([*found, *([chosen] if chosen else [])]))
 
 
-def slabs(op: Op, rows: int, outputs: int, inputs: int) -> list[LinearConfig]:
-    deep = ceil_div(inputs, 1024)
-    if rows == 32:
-        return [slab(32, 16, 1024, 8, deep), slab(32, 32, 512, 8, 1)]
-    if inputs > 3072:  # weights of which a program cannot hold all
-        return deep_slabs(op, rows)
-    found = [slab(rows, 16, 1024, 4, deep), slab(rows, 16, 1024, 8, deep)]
-    if outputs > 1 << 14:
-        return [*found, slab(rows, 32, 1024, 8, 1), slab(rows, 32, 512, 4, 1), slab(rows, 64, 256, 4, 1)]
-    if op != "add":
-        return [*found, slab(rows, 32, 1024, 8, deep), slab(rows, 8, 1024, 4, deep)]
-    found += [slab(rows, 8, 1024, 8, deep), slab(rows, 8, 1024, 4, deep)]
-    if deep > 1:
-        found += [slab(rows, 16, 1024, 8, 1, deep), slab(rows, 16, 1024, 4, 1, deep)]
-        found += [slab(rows, 16, 512, 4, deep, 2)]
-    return found
+def streams(op: Op, rows: int, outputs: int, inputs: int) -> str:
+    cuts = ""
+    if rows <= 4:
+        r = 1 << (rows - 1).bit_length()
+        cuts += f"v{r}x8x1024w4n4a v{r}x8x1024w4n3a v{r}x8x2048w8n2a v{r}x4x1024w4n7a s{r}x16x1024w4n1a "
+        cuts += f"v{r}x4x2048w8n4a " if op == "add" else f"s{r}x8x1024w4n4a "
+    if rows <= 16:
+        r = 8 if rows <= 8 else 16
+        cuts += f"d{r}x16x512w4n3a d{r}x32x256w4n3a d{r}x16x1024w8n2a d{r}x16x256w4n6a d{r}x32x512w8n2a "
+        cuts += "d8x16x512w4n4a d8x8x512w4n7a " if rows <= 8 else ""
+        if op == "add":
+            cuts += f"d{r}x32x256/2w4n3a d{r}x16x512/2w4n3a d{r}x32x512/4w8n2a "
+    if 8 <= rows <= 64:
+        r = max(16, rows)
+        cuts += f"t{r}x128x64w4n3h2a t{r}x64x64w4n3h3a t{r}x64x64w4n4h4a t{r}x64x128w4n2h2a "
+        cuts += f"t{r}x128x64w4n4a t{r}x128x64w8n4h4a t{r}x64x64w4n6a "
+        if outputs <= 1 << 13:
+            cuts += f"t{r}x64x64/4w4n3h3a t{r}x64x64/2w4n4h4a t{r}x128x64/4w4n3h2a t{r}x64x128/4w4n3a "
+    if rows > 64:
+        cuts += "t128x128x64w8n3h2a t128x128x64w8n4a t256x128x64w8n3a t128x256x64w8n3a "
+        cuts += "t128x128x64/4w8n3a t128x64x64/2w4n4a " if op == "add" else ""
+    return cuts
 
 
-def deep_slabs(op: Op, rows: int) -> list[LinearConfig]:
-    """Folding the norm in takes registers that deep slabs of several rows do not have."""
-    shapes = [(16, 512, 4, 1), (32, 512, 8, 1), (16, 1024, 8, 1), (8, 2048, 8, 1), (8, 1024, 4, 1)]
-    if rows < 8:
-        shapes += [(16, 1024, 4, 1), (16, 2048, 8, 1)]
-    found = [slab(rows, *shape, folds=False) for shape in shapes]
-    if op == "add":
-        return [replace(config, splits=n, folds=True) for n in (1, 2) for config in found]
-    return found + [slab(rows, *shape) for shape in ((16, 512, 4, 1), (8, 1024, 8, 1)) if rows < 16]
+def small(op: Op, rows: int, deep: int) -> str:
+    """deep: how many 1024 inputs a weight has."""
+    cuts = ""
+    if rows <= 4:
+        r = 1 << (rows - 1).bit_length()
+        cuts += f"v{r}x8x1024w4n{deep}a v{r}x4x1024w4n{deep}a s{r}x16x1024w4n{deep} s{r}x8x1024w8n{deep} "
+    if rows <= 8:
+        cuts += f"d8x16x512w4n{2 * deep}a d8x16x1024w8n{deep}a d8x8x1024w8n{deep}a d8x8x512w4n{2 * deep}a "
+        cuts += f"d8x32x512w4n{min(2 * deep, 3)}a "
+    elif rows <= 64:
+        cuts += f"d16x16x1024w8n{deep}a d16x16x512w4n{min(2 * deep, 3)}a d16x32x512w4n2a d16x32x1024w8n1a "
+        cuts += "d32x16x1024w8n1a d32x16x512w4n2a d32x32x512w8n2a " if rows > 16 else ""
+        r, splits = rows, ("/4", "/2") if op == "add" else ("", "/2")
+        for split in splits:
+            cuts += f"t{r}x64x64{split}w4n3h3a t{r}x64x64{split}w4n4h4a t{r}x64x128{split}w4n3h2a "
+        cuts += f"t{r}x32x128w4n3h4a t{r}x64x64w4n6a t{r}x64x128/8w4n2h2a "
+    else:
+        for split in ("", "/2", "/4") if op == "add" else ("",):
+            cuts += f"t64x64x64{split}w4n3h3a t128x64x64{split}w4n3h2a t128x128x64{split}w8n3h2a "
+        cuts += "t64x64x128w4n2h2a t64x128x64w4n3h2a t128x64x64w4n4h4a t128x128x64w8n4h4a t64x64x64w4n4h4a "
+    return cuts
 
 
-def tiles(op: Op, rows: int, outputs: int, inputs: int) -> list[LinearConfig]:
-    few = 16 if rows <= 16 else 32 if rows <= 32 else 64
-    wide, head = outputs > 1 << 13, outputs >= 1 << 15
-    found = [tile(few, 64, 128, 4, 4), tile(few, 64, 64, 4, 6), tile(few, 128, 64, 4, 4)]
-    if rows <= 64:
-        found += [tile(few, 64, 256, 4, 2), tile(few, 128, 128, 8, 3)]
-    if op != "add" and rows <= 64 and not head:
-        found += [tile(few, 64, 64, 4, 4, folds=True), tile(few, 128, 64, 8, 3, folds=True)]
-    if rows >= 128:
-        found += [tile(128, 64, 64, 4, 4), tile(128, 128, 64, 8, 4)]
-        if wide:
-            found += [tile(128, 256, 64, 8, 3), tile(256, 128, 64, 8, 3)]
-    if op == "add":
-        most = (2, 4, 8) if outputs <= 2048 else (2, 4)
-        found += [tile(few, 64, 128, 4, 3, n) for n in most if n * 128 <= inputs]
-        found += [tile(few, 64, 64, 4, 4, n) for n in most[:2]]
-        if rows >= 128:
-            found += [tile(128, 64, 64, 4, 4, 2), tile(128, 64, 64, 4, 4, 4), tile(128, 128, 64, 8, 4, 4)]
-    return found
-
-
-def fits(config: LinearConfig) -> bool:
-    """Whether the stages of a tile fit in shared memory, and the slabs of weights that are kept there."""
-    width = config.columns + (config.rows if config.kind == "tile" else 0)
-    return width * config.depth * config.stages * BF16_BYTES < SHARED_BYTES
+def fits(config: LinearConfig, inputs: int) -> bool:
+    """Whether the slabs that are in shared memory fit there, and the splits in the inputs."""
+    width, slabs = config.columns + (config.rows if config.kind == "tile" else 0), config.stages
+    in_flight = (width * slabs + config.columns * config.held) * config.depth * BF16_BYTES
+    is_shared = config.kind in ("slab", "tile")
+    return (not is_shared or in_flight < SHARED_BYTES) and config.splits * config.depth <= inputs

@@ -3,10 +3,10 @@
     python tests/gpu/time_linear.py [--models qwen,llama,smol] [--rows 1,8,64] [--seconds 200] [--out FILE]
 
 For each count of rows, a graph of all the products of several layers (so that weights come from memory) is
-timed with cuBLAS and separate kernels, then with the chosen configurations, then changing one product at a
+timed with cuBLAS and separate kernels, then as kernels/linear_table.py has it, then changing one product at a
 time; each change that helps stays. Every configuration is checked against float64 before it is timed. Prints
-microseconds a layer, and the best configuration of each product. FILE gets every figure, and the best as
-Python lines. Exit status 1 where a check failed.
+microseconds a layer, and the best configurations as lines of that table. FILE gets every figure. Exit status
+1 where a check failed.
 """
 
 from __future__ import annotations
@@ -38,8 +38,6 @@ from slipstream.kernels.silu_and_mul import silu_and_mul  # noqa: E402
 
 CUDA, BF16 = torch.device("cuda"), torch.bfloat16
 ROWS = (1, 8, 64, 4, 32, 16, 2, 256, 128)
-# Early triggers are tried up to this many rows.
-MOST_EARLY = 16
 Config = LinearConfig | None
 failures: list[str] = []
 
@@ -83,13 +81,13 @@ def short(config: Config) -> str:
     if config is None:
         return "cuBLAS"
     c = config
-    splits = f"/{c.splits}" if c.splits > 1 else ""
-    text = f"{c.kind[0]}{c.rows}x{c.columns}x{c.depth}{splits}w{c.warps}n{c.stages}"
+    splits, held = f"/{c.splits}" * (c.splits > 1), f"h{c.held}" * (c.held > 0)
+    text = f"{c.kind[0]}{c.rows}x{c.columns}x{c.depth}{splits}w{c.warps}n{c.stages}{held}"
     return text + "e" * c.early + "a" * (not c.folds)
 
 
-def other_trigger(config: Config) -> Config:
-    return config and replace(config, early=not config.early)
+def other_trigger(config: LinearConfig) -> LinearConfig:
+    return replace(config, early=not config.early)
 
 
 class Chain:
@@ -151,7 +149,7 @@ class Chain:
             y = F.linear(x, weight)
             return silu_and_mul(y) if product.op == "gated" else y
         product_of = linears.gated_linear if product.op == "gated" else linears.linear
-        return product_of(x, weight, None, config, norm)
+        return product_of(x, weight, None, config, norm, self.scratch)
 
 
 class Checker:
@@ -209,37 +207,52 @@ class Search:
         return time.monotonic() < self.deadline and self.checker.good(product, rows, config)
 
     def descend(self, model: str, chain: Chain, rows: int) -> None:
+        """Product after product, the likeliest first; once more among each one's fastest; then triggers."""
         products = chain.products
-        cublas = chain.us(rows, {p.name: None for p in products})
-        chosen = {p.name: d if self._usable(p, rows, d := p.default(rows)) else None for p in products}
-        now: dict[str, Config] = {}
-        for product in products:
-            fitting = [c for c in product.choices(rows) if self._usable(product, rows, c)]
-            now[product.name] = chosen[product.name] or (fitting[0] if fitting else None)
-        default = chain.us(rows, chosen)
-        least = chain.us(rows, now)
-        notes = []
-        for product in products:
-            tried = [
-                (chain.us(rows, now | {product.name: config}), config)
-                for config in [None, *product.choices(rows)]
-                if self._usable(product, rows, config)
-            ]
-            tried.sort(key=lambda each: each[0])
-            for us, config in tried:
-                self.out.write(f"{model:5s} M {rows:3d} {product.name:7s} {us:8.2f} {short(config)}\n")
+        nothing: dict[str, Config] = {product.name: None for product in products}
+        table = {p.name: d if self._usable(p, rows, d := p.default(rows)) else None for p in products}
+        choices = {p.name: [c for c in p.choices(rows) if self._usable(p, rows, c)] for p in products}
+        now = {name: next(iter(found), None) for name, found in choices.items()}
+        cublas, before, least = (chain.us(rows, each) for each in (nothing, table, now))
+        fastest: dict[str, list[tuple[float, Config]]] = {}
+        for turn, product in itertools.product(range(3), products):
+            name, config = product.name, now[product.name]
+            trials = [None, *choices[name]] if turn == 0 else [c for _, c in fastest[name][:4]]
+            if turn == 2:
+                trials = [other_trigger(config)] if config else []
+            tried = sorted(
+                ((chain.us(rows, now | {name: c}), c) for c in trials if self._usable(product, rows, c)),
+                key=lambda each: each[0],
+            )
+            if turn == 0:
+                fastest[name] = tried
+            for us, each in tried:
+                self.out.write(f"{model:5s} M {rows:3d} {name:7s} {us:8.2f} {short(each)} ({turn})\n")
             if tried and tried[0][0] < least:
-                least, now[product.name] = tried[0]
-            without = next((f"{us:.2f}" for us, config in tried if config is None), "?")
-            notes.append(f"{product.name} {short(now[product.name])} ({without})")
-            self.best.append((product, rows, now[product.name]))
-        flipped = {name: other_trigger(config) for name, config in chosen.items()}
-        usable = rows <= MOST_EARLY and all(self._usable(p, rows, flipped[p.name]) for p in products)
-        other = chain.us(rows, flipped) if usable else float("nan")
+                least, now[name] = tried[0]
+        if before < least:
+            least, now = before, table
+        self.best += [(product, rows, now[product.name]) for product in products]
         torch.cuda.empty_cache()
         self.out.flush()
-        times = f"cuBLAS {cublas:.2f} chosen {default:.2f} (other trigger {other:.2f}) best {least:.2f}"
-        print(f"{model} M {rows}: {times} floor {chain.floor:.2f} | {'; '.join(notes)}", flush=True)
+        notes = []
+        for name, tried in fastest.items():
+            others = " ".join(f"{short(c)} {us:.1f}" for us, c in tried[:3])
+            without = next((f"{us:.1f}" for us, c in tried if c is None), "?")
+            notes.append(f"\n  {name} {short(now[name])} (first {others}, cuBLAS {without})")
+        times = f"cuBLAS {cublas:.2f} table {before:.2f} best {least:.2f} floor {chain.floor:.2f}"
+        print(f"{model} M {rows}: {times}", *notes, sep="", flush=True)
+
+    def table(self) -> str:
+        """What is best, as kernels/linear_table.py has it."""
+        cuts: dict[Product, dict[int, str | None]] = {}
+        for product, rows, config in self.best:
+            cuts.setdefault(product, {})[rows] = short(config) if config else None
+        lines = []
+        for p, found in cuts.items():
+            each = [f"{rows}: " + (f'"{cut}"' if cut else "None") for rows, cut in sorted(found.items())]
+            lines.append(f'("{p.op}", {p.outputs}, {p.inputs}): {{{", ".join(each)}}},')
+        return "\n".join(lines)
 
 
 def check_invariance() -> None:
@@ -265,7 +278,7 @@ def product_of_case(
         linears.add_linear(case.x_MK, case.weight_NK, case.bias_N, residual, config, scratch)
         return residual
     product_of = linears.gated_linear if op == "gated" else linears.linear
-    return product_of(case.x_MK, case.weight_NK, case.bias_N, config, case.norm)
+    return product_of(case.x_MK, case.weight_NK, case.bias_N, config, case.norm, scratch)
 
 
 def all_kernels(models: list[str], counts: list[int]) -> list[tuple[Product, int, LinearConfig]]:
@@ -275,9 +288,11 @@ def all_kernels(models: list[str], counts: list[int]) -> list[tuple[Product, int
         layer, head = MODELS[model]
         for rows in counts:
             for product in (*layer, head):
-                other = other_trigger(product.default(rows)) if rows <= MOST_EARLY else None
-                for config in [*product.choices(rows), *([other] if other else [])]:
+                for config in product.choices(rows):
                     seen.setdefault((product, config), rows)
+                    # Those of tiles compile fast enough when they are wanted.
+                    if config.kind != "tile":
+                        seen.setdefault((product, other_trigger(config)), rows)
     return [(product, rows, config) for (product, config), rows in seen.items()]
 
 
@@ -292,7 +307,8 @@ class CompileOnly:
 
 
 def compile_part(part: int, parts: int, models: list[str], counts: list[int]) -> None:
-    linears.slab_kernel, linears.tile_kernel = map(CompileOnly, (linears.slab_kernel, linears.tile_kernel))
+    for name in ("slab_kernel", "vector_kernel", "direct_kernel", "tile_kernel"):
+        setattr(linears, name, CompileOnly(getattr(linears, name)))
     weights: dict[Product, torch.Tensor] = {}
     for product, rows, config in all_kernels(models, counts)[part::parts]:
         if product not in weights:
@@ -351,8 +367,7 @@ def main() -> int:
                     if time.monotonic() < search.deadline:
                         search.descend(model, chain, rows)
             del chains
-        for product, rows, config in search.best:
-            out.write(f"({product.op!r}, {product.outputs}, {product.inputs}, {rows}): {config},\n")
+        print(search.table())
     print(f"{len(failures)} failed", *failures[:20], sep="\n")
     return 1 if failures else 0
 
