@@ -42,7 +42,8 @@ Make = Callable[[Tensor, Tensor | None], Linear]
 @dataclass(frozen=True, slots=True)
 class LinearBackend:
     """A choice. activation_dtype: what goes in and comes out. max_weight: the largest magnitude a weight may
-    have. make(weight_NK, bias_N or None) packs one layer. padding: rows to add to 1, 2, ... rows.
+    have. make(weight_NK, bias_N or None) packs one layer. padding: rows to add to 1, 2, ... PIECE_ROWS rows,
+    if any.
     """
 
     name: str
@@ -50,13 +51,13 @@ class LinearBackend:
     activation_dtype: torch.dtype
     make: Make
     max_weight: float = math.inf
-    padding: tuple[int, ...] = (0,) * PIECE_ROWS
+    padding: tuple[int, ...] = ()
 
     def even_rows(self, rows: int) -> int:
         """The least count, at least rows, at which every row's result is the same, bit for bit, in any batch.
         A caller that pads to it gets answers that do not depend on who else is in the step. rows itself where
         the backend promises nothing."""
-        return rows + self.padding[(rows - 1) % PIECE_ROWS]
+        return rows + self.padding[(rows - 1) % PIECE_ROWS] if self.padding else rows
 
 
 def choose_linear(dtype: torch.dtype, device: torch.device, refused: str = "") -> LinearBackend:

@@ -14,6 +14,7 @@ from slipstream.layers.linear import choose_linear
 from slipstream.loading.gguf_file import is_gguf, open_gguf
 from slipstream.loading.gguf_spec import read_gguf_spec
 from slipstream.loading.hf_config import read_hf_spec
+from slipstream.loading.kv_scales import SUFFIXES
 from slipstream.loading.read_ahead import Read, ReadAhead
 from slipstream.loading.sources import DummySource, GGUFSource, SafetensorsSource, Shapes, WeightSource
 from slipstream.models.base import Model
@@ -126,7 +127,7 @@ def _stored(path: Path, spec: ModelSpec, device: torch.device, load_format: str)
 def _check_weights(found: Shapes, wanted: Shapes, path: str) -> None:
     tied = {"lm_head.weight"} - wanted.keys()
     known = wanted.keys() | tied
-    extra = [name for name in found if name not in known and not name.endswith(_COMPUTED)]
+    extra = [name for name in found if name not in known and not name.endswith((*_COMPUTED, *SUFFIXES))]
     lacking = [name for name in wanted if name not in found]
     if lacking or extra:
         lists = (("missing", lacking), ("unexpected", extra))

@@ -20,7 +20,9 @@ from slipstream.attention.paged_triton import PagedTritonAttention
 from slipstream.config.plan import EnginePlan
 from slipstream.contracts.step import StepPlan
 from slipstream.loading import load_model
+from slipstream.loading.kv_scales import read_kv_scales
 from slipstream.models.base import Model
+from slipstream.models.compiled import CompiledModel
 from slipstream.rows.doors import OutDoor
 from slipstream.rows.stream import CpuStream, CudaStream, Stream
 from slipstream.rows.table import RowTable
@@ -84,7 +86,8 @@ def build_runner(plan: EnginePlan) -> BuiltRunner:
     device = torch.device(plan.device)
     stream: Stream = CudaStream(device) if device.type == "cuda" else CpuStream()
     bucketed = plan.attention_backend == "triton"
-    compiling = Compiling(_kernel_facts(plan), device) if bucketed else None
+    # What torch.compile makes may not run on the unwritten memory of a listing.
+    compiling = Compiling(_kernel_facts(plan), device, plan.compile_mode == "none") if bucketed else None
     try:
         # Torch keeps a team of OpenMP threads for every thread that computes, be it a fill with zeros. Two
         # teams outnumber the cores, and then their waits sleep instead of spinning: steps took 1.8 times as
@@ -111,16 +114,18 @@ def _kernel_facts(plan: EnginePlan) -> str:
 @torch.inference_mode()
 def make_parts(plan: EnginePlan, device: torch.device) -> Parts:
     args, vocab_size = plan.args, plan.spec.vocab_size
-    model = load_model(
+    model: Model = load_model(
         args.model,
         plan.spec,
         dtype=getattr(torch, plan.dtype),
         device=device,
         load_format=args.load_format,
         seed=args.seed,
-        fused=plan.attention_backend == "triton",
+        fused=plan.attention_backend == "triton" and plan.compile_mode == "none",
         batch_invariant=plan.batch_invariant,
     )
+    if plan.compile_mode != "none":
+        model = CompiledModel(model)
     lanes = plan.max_num_seqs if plan.attention_backend == "triton" else 0
     pipeline = Pipeline(default_features(vocab_size, lanes, device), vocab_size, device)
     slots = plan.steps_in_flight + 1
@@ -174,13 +179,15 @@ class Bucketed:
 def make_bucketed(parts: Parts) -> Bucketed:
     """The KV pool is not there yet."""
     plan, model = parts.plan, parts.model
+    float8, stored = plan.kv_cache_dtype == "fp8", plan.args.load_format != "dummy"
     attention = PagedTritonAttention(
         model.attention,
         plan.block_size,
         model.activation_dtype,
         parts.device,
         max_lanes=plan.max_num_seqs,
-        kv_dtype=torch.float8_e4m3fn if plan.kv_cache_dtype == "fp8" else None,
+        kv_dtype=torch.float8_e4m3fn if float8 else None,
+        kv_scales=read_kv_scales(plan.args.model, plan.spec.num_layers) if float8 and stored else (),
         batch_invariant=plan.batch_invariant,
     )
     shapes = Shapes(

@@ -25,12 +25,13 @@ TRIAL_BLOCKS = 2
 
 class Compiling:
     """Workers for a first start, which import what they need while weights are loaded; nothing for later
-    ones. facts: what decides which kernels an engine has."""
+    ones. facts: what decides which kernels an engine has. wanted: False leaves each to its first launch."""
 
-    def __init__(self, facts: str, device: torch.device) -> None:
+    def __init__(self, facts: str, device: torch.device, wanted: bool) -> None:
         facts = f"{facts} {torch.cuda.get_device_capability(device)}"
         self._finished = Finished(facts)
-        self._workers = None if self._finished else Workers(torch.cuda.get_device_capability(device))
+        capability = torch.cuda.get_device_capability(device)
+        self._workers = Workers(capability) if wanted and not self._finished else None
 
     def compile(self, trial: Callable[[], None], meanwhile: Callable[[], None]) -> None:
         """Everything that trial launches. meanwhile: what this process can do while others compile."""

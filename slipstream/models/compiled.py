@@ -1,0 +1,62 @@
+"""A model whose forward pass torch.compile has compiled, for --compilation-config's stock_torch_compile.
+
+The pass becomes one graph for any count of tokens. Attention stays what it is: an operation that the compiler
+does not look into. It has to be found by the operation alone, so the step's attend is kept here while forward
+runs: one engine's thread, one step at a time.
+
+Legend: T tokens, H query heads, G KV heads, D head size.
+"""
+
+from __future__ import annotations
+
+import copy
+from typing import Any
+
+import torch
+
+from slipstream.attention.protocol import Attend, LayerAttention
+from slipstream.models.base import Model
+
+Tensor = torch.Tensor
+
+_now: list[Attend] = []
+
+
+@torch.library.custom_op("slipstream::attend", mutates_args=())
+def _attend(layer: int, q_THD: Tensor, k_TGD: Tensor, v_TGD: Tensor) -> Tensor:
+    return _now[-1](layer, q_THD, k_TGD, v_TGD)
+
+
+@_attend.register_fake
+def _(layer: int, q_THD: Tensor, k_TGD: Tensor, v_TGD: Tensor) -> Tensor:
+    return q_THD.new_empty(q_THD.shape)
+
+
+class CompiledModel:
+    """See Model. backend: torch.compile's."""
+
+    def __init__(self, model: Model, backend: str = "inductor") -> None:
+        self._model = model
+        self._forward: Any = torch.compile(model.forward, dynamic=True, fullgraph=True, backend=backend)
+        self.attention: tuple[LayerAttention, ...] = model.attention
+        self.activation_dtype = model.activation_dtype
+        self.num_bytes = model.num_bytes
+        self.linear_name = f"{model.linear_name}, compiled"
+        self.linear_reason = f"{model.linear_reason}; torch.compile was asked for"
+
+    def forward(self, tokens_T: Tensor, positions_T: Tensor, attend: Attend) -> Tensor:
+        _now.append(attend)
+        try:
+            hidden_TH: Tensor = self._forward(tokens_T, positions_T, _attend)
+        finally:
+            _now.pop()
+        return hidden_TH
+
+    def of_each_kind(self) -> CompiledModel:
+        short = copy.copy(self)
+        short._model = self._model.of_each_kind()
+        short._forward = short._model.forward
+        return short
+
+    def logits(self, hidden_NH: Tensor) -> Tensor:
+        return self._model.logits(hidden_NH)
