@@ -32,6 +32,7 @@ class EngineCore:
     def __init__(self, plan: EnginePlan) -> None:
         built = build_runner(plan)
         self._runner = built.runner
+        self.memory = built.memory
         num_blocks = built.memory.num_blocks
         self.scheduler = Scheduler(
             SchedulerConfig(
