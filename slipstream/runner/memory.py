@@ -16,7 +16,7 @@ log = logging.getLogger("slipstream.memory")
 
 MIB = 2**20
 # Graphs differ by a few allocations from the two that were tried.
-GRAPH_MARGIN = 1.1
+GRAPH_MARGIN = 1.4
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
