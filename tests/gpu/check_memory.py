@@ -19,7 +19,7 @@ import torch
 
 sys.path.insert(0, str(Path(__file__).parents[2]))
 
-from slipstream import LLM, SamplingParams  # noqa: E402
+from slipstream import LLM, SamplingParams
 
 ERROR = 0.01
 ROWS = 256
