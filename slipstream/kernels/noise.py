@@ -116,9 +116,9 @@ def token_cost(mixed: Arg, key0: Arg, key1: Arg) -> Any:
     share = tl.maximum(tl.minimum(counted * 0.25, counted * 0.5 - 0.5), _HALF_STEP)
     # Near 1 the fast logarithm has no digits left, but there rest is exact and its series short.
     rest = 1.0 - share
-    series = 0.3333333333 + rest * (0.25 + rest * (0.2 + rest * 0.1666666667))
-    series = rest + rest * rest * (0.5 + rest * series)
-    return tl.where(rest < 0.125, series, fast_log2(share) * -0.6931471805599453)
+    series = 0.5 + rest * (0.3333333333 + rest * (0.25 + rest * 0.2))
+    series = rest + rest * rest * series
+    return tl.where(rest < 0.0625, series, fast_log2(share) * -0.6931471805599453)
 
 
 @jit

@@ -103,12 +103,11 @@ def _pick_kernel(
 ) -> None:
     lane = tl.program_id(0).to(tl.int64)
     piece = tl.arange(0, PIECES_PAD)
-    inside = piece < PIECES
     at = lane * PIECES + piece
     pdl_begin(PDL)
     row = tl.load(rows + lane)
     live = tl.load(alive + row * row_stride) != 0
-    inside = inside & live
+    inside = (piece < PIECES) & live
     top = tl.load(best + at, mask=inside, other=float("-inf"))
     total = tl.sum(tl.load(sums + at, mask=inside, other=0.0), 0)
     highest = tl.max(top, 0)
@@ -128,10 +127,7 @@ def _pick_kernel(
     logits += lane * stride
     chosen, wide = top_k * 0, top_k * 0
     if greedy:
-        found = tl.min(tl.where(top == highest, piece, PIECES - 1), 0)
-        token = found * PIECE + tl.arange(0, PIECE)
-        value = tl.load(logits + token, mask=token < VOCAB, other=float("-inf")).to(tl.float32)
-        chosen = tl.min(tl.where(value == highest, token, VOCAB - 1), 0)
+        chosen = _first_highest(logits, top, highest, VOCAB, PIECES_PAD, PIECE)
     else:
         cold = 1.0 / temperature
         key0, key1 = lane_key(
@@ -140,13 +136,9 @@ def _pick_kernel(
         )
         if top_k == 0:
             score = tl.load(scores + at, mask=inside, other=float("inf"))
-            # How far a piece's highest is from the row's, in nats.
-            below = (highest - tl.maximum(top, LOWEST)) * cold
-            found = first_lowest(score + below * LOG2_E, tl.minimum(piece, PIECES - 1))
             mass = tl.load(masses + at, mask=inside, other=0.0)
-            mass = tl.sum(mass * fast_exp2(below * -LOG2_E), 0)
-            chosen, kept = _best_of_piece(
-                logits, found, highest, cold, mass, top_p, min_p, key0, key1, VOCAB, PIECE
+            chosen, kept = _pick_of_all(
+                logits, top, score, mass, highest, cold, top_p, min_p, key0, key1, VOCAB, PIECES_PAD, PIECE
             )
             wide = tl.where(kept, 0, BEST_TO_WEIGH)
         else:
@@ -162,12 +154,26 @@ def _pick_kernel(
 
 
 @jit
-def _best_of_piece(
-    logits: Arg, piece: Arg, highest: Arg, cold: Arg, mass: Arg, top_p: Arg, min_p: Arg, key0: Arg,
-    key1: Arg, VOCAB: tl.constexpr, PIECE: tl.constexpr,
+def _first_highest(
+    logits: Arg, top_C: Arg, highest: Arg, VOCAB: tl.constexpr, PIECES_PAD: tl.constexpr, PIECE: tl.constexpr
 ) -> Any:
-    """The best noisy token, and whether it is plain that top_p and min_p keep it. mass: the row's weight,
-    anything where top_p is off."""
+    """The first token that has the highest logit. top: of each piece."""
+    piece = tl.min(tl.where(top_C == highest, tl.arange(0, PIECES_PAD), FAR), 0)
+    token = piece * PIECE + tl.arange(0, PIECE)
+    value = tl.load(logits + token, mask=token < VOCAB, other=float("-inf")).to(tl.float32)
+    return tl.min(tl.where(value == highest, token, FAR), 0)
+
+
+@jit
+def _pick_of_all(
+    logits: Arg, top_C: Arg, score_C: Arg, mass_C: Arg, highest: Arg, cold: Arg, top_p: Arg, min_p: Arg,
+    key0: Arg, key1: Arg, VOCAB: tl.constexpr, PIECES_PAD: tl.constexpr, PIECE: tl.constexpr,
+) -> Any:
+    """The best noisy token, and whether it is plain that top_p and min_p keep it. mass: anything where top_p
+    is off."""
+    below_C = (highest - tl.maximum(top_C, LOWEST)) * (cold * LOG2_E)
+    mass = tl.sum(mass_C * fast_exp2(-below_C), 0)
+    piece = first_lowest(score_C + below_C, tl.arange(0, PIECES_PAD))
     token = piece * PIECE + tl.arange(0, PIECE)
     value = tl.load(logits + token, mask=token < VOCAB, other=float("-inf")).to(tl.float32)
     cost = token_cost(mix_word(token.to(tl.uint32)), key0, key1)

@@ -5,8 +5,8 @@ tokens; for other sampled rows the best noisy score and, where top_p needs it, t
 the piece's highest. Which token is the highest or the best is left to the next kernel, which looks through
 the one piece that wins.
 
-A score is log2(noise cost) + distance / ln 2, the least is the best: the order of logit / temperature + Gumbel
-noise, without a division.
+A score is log2(noise cost) + distance / ln 2, and the least is the best: the order of logit / temperature +
+Gumbel noise without a division.
 
 Legend: N sampling lanes, V vocabulary, C pieces, D chunks of 32 tokens, R rows.
 """
