@@ -14,10 +14,9 @@ from collections.abc import Sequence
 import torch
 
 from slipstream.attention.protocol import AttentionBatch, HeadPrep, LayerAttention
-from slipstream.kernels.backend import ceil_div
 from slipstream.kernels.decode_attention import decode_attention, decode_from_qkv
 from slipstream.kernels.decode_config import DecodeConfig, DecodeScratch, choose_decode
-from slipstream.kernels.decode_work import DecodeWork, list_decode_work
+from slipstream.kernels.lane_order import order_lanes
 from slipstream.kernels.paged import PagedLanes, PagedPool, store_kv
 from slipstream.kernels.qkv_write import write_qkv
 from slipstream.kernels.varlen_attention import QueryTiles, choose_varlen, list_tiles, varlen_attention
@@ -64,12 +63,10 @@ class PagedTritonAttention:
 
     def _make_scratch(self, layer: LayerAttention, max_lanes: int) -> DecodeScratch:
         """Room for any count of lanes: fewer lanes are split more often."""
-        kv_heads = layer.num_kv_heads
         pieces = max(
-            choose_decode(lanes, layer, self.dtype).pieces(lanes, kv_heads, self.device)
-            for lanes in range(1, max_lanes + 1)
+            lanes * choose_decode(lanes, layer, self.dtype).splits for lanes in range(1, max_lanes + 1)
         )
-        return DecodeScratch(max_lanes, layer, ceil_div(pieces, max_lanes), self.device)
+        return DecodeScratch(max_lanes, layer, pieces, self.device)
 
     def bytes_per_block(self) -> int:
         """Bytes of K and V of one block over all layers."""
@@ -91,7 +88,8 @@ class PagedTritonAttention:
 
 
 class PagedTritonStep:
-    """Attend for one step. Work is listed once for all layers that cut it alike."""
+    """Attend for one step. Lanes are ordered once for all layers, and tiles of queries listed once for those
+    that cut them alike."""
 
     def __init__(self, backend: PagedTritonAttention, batch: AttentionBatch) -> None:
         self._backend = backend
@@ -101,11 +99,10 @@ class PagedTritonStep:
         start_L1 = None if self._decode_only else batch.query_start_L1
         self._lanes = PagedLanes(batch.row_L, batch.length_L, batch.blocks_RB, start_L1)
         self._tiles: dict[int, QueryTiles] = {}
-        self._work: dict[tuple[DecodeConfig, int, int | None, bool], DecodeWork] = {}
-        # Lists are made at the step's beginning: attention reads them before its predecessor has ended.
+        # Both are made at the step's beginning: attention reads them before its predecessor has ended.
+        configs = [] if backend.batch_invariant else map(self._decode_config, backend.layers)
+        self._order_L = order_lanes(batch.length_L) if any(c.ordered for c in configs) else None
         for shape, varlen in zip(backend.layers, backend.varlen, strict=True):
-            if not backend.batch_invariant:
-                self._list_work(self._decode_config(shape), shape, self._decode_only)
             if not self._decode_only:
                 self._list_tiles(varlen.queries(shape), len(self._position_T))
 
@@ -117,10 +114,9 @@ class PagedTritonStep:
         """See AttendQkv."""
         backend, shape, pool = self._backend, self._backend.layers[layer], self._backend.pools[layer]
         if self._decode_only:
-            config = self._decode_config(shape)
-            work = self._list_work(config, shape, True)
             return decode_from_qkv(
-                qkv_TXD, self._slot_T, prep, self._lanes, pool, shape, config, backend.scratch[layer], work
+                qkv_TXD, self._slot_T, prep, self._lanes, pool, shape, self._decode_config(shape),
+                backend.scratch[layer], self._order_L,
             )
         q_THD = write_qkv(qkv_TXD, self._position_T, self._slot_T, shape.num_kv_heads, prep, pool)
         return self._attend(layer, q_THD)
@@ -130,8 +126,7 @@ class PagedTritonStep:
         out_THD = torch.empty(q_THD.shape, dtype=q_THD.dtype, device=q_THD.device)
         if not backend.batch_invariant:
             config, scratch = self._decode_config(shape), backend.scratch[layer]
-            work = self._list_work(config, shape, False)
-            decode_attention(q_THD, self._lanes, pool, shape, config, scratch, out_THD, work)
+            decode_attention(q_THD, self._lanes, pool, shape, config, scratch, out_THD, self._order_L)
         if not self._decode_only:
             varlen = backend.varlen[layer]
             tiles = self._list_tiles(varlen.queries(shape), len(q_THD))
@@ -141,14 +136,6 @@ class PagedTritonStep:
     def _decode_config(self, shape: LayerAttention) -> DecodeConfig:
         lanes = self._lanes.row_L.shape[0]
         return choose_decode(lanes, shape, self._backend.dtype)
-
-    def _list_work(self, config: DecodeConfig, shape: LayerAttention, from_qkv: bool) -> DecodeWork | None:
-        if not (config.per_sm or config.ordered):
-            return None
-        key = (config, shape.num_kv_heads, shape.window, from_qkv)
-        if key not in self._work:
-            self._work[key] = list_decode_work(self._lanes, shape, config, from_qkv)
-        return self._work[key]
 
     def _list_tiles(self, queries: int, num_tokens: int) -> QueryTiles:
         if queries not in self._tiles:

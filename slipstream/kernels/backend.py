@@ -68,12 +68,6 @@ def _capability(device: int) -> tuple[int, int]:
     return torch.cuda.get_device_capability(device)
 
 
-@functools.cache
-def num_multiprocessors(device: torch.device) -> int:
-    """Streaming multiprocessors of a CUDA device; 1 elsewhere."""
-    return torch.cuda.get_device_properties(device).multi_processor_count if device.type == "cuda" else 1
-
-
 def next_power_of_2(count: int) -> int:
     """The least power of two that is at least count."""
     return 1 << max(count - 1, 0).bit_length()

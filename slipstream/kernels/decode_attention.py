@@ -1,9 +1,8 @@
 """Paged decode attention: one query a lane, the heads of a KV group packed, split over KV on a fixed grid.
 
-All lengths and block tables come from device memory, so one captured launch serves any lengths. There are
-two forms (see DecodeConfig). In the first a lane's keys are cut into at most `splits` pieces of at least
-`min_tiles` tiles; pieces that a short lane does not need return at once. In the other, programs that stay
-take near equal shares of all tiles, from a list made once a step (decode_work): no second wave, no tail.
+All lengths and block tables come from device memory, so one captured launch serves any lengths. A lane's keys
+are cut into at most `splits` pieces of at least `min_tiles` tiles (see DecodeConfig); programs of pieces that
+a short lane does not need return at once.
 
 `decode_from_qkv` also does the work of write_qkv, so that a decode layer needs no kernel before attention.
 
@@ -28,7 +27,7 @@ from slipstream.kernels.backend import (
 )
 from slipstream.kernels.decode_config import DecodeConfig, DecodeScratch
 from slipstream.kernels.decode_piece import attend_piece, tile_span
-from slipstream.kernels.decode_work import FIELDS, DecodeWork, list_decode_work
+from slipstream.kernels.lane_order import order_lanes
 from slipstream.kernels.paged import PagedLanes, PagedPool
 from slipstream.kernels.qkv_write import HeadPrep, check_qkv, write_qkv_reference
 
@@ -43,11 +42,12 @@ def decode_attention(
     config: DecodeConfig,
     scratch: DecodeScratch,
     out_THD: Tensor,
-    work: DecodeWork | None = None,
+    order_L: Tensor | None = None,
 ) -> None:
     """Attention of lanes with one token over keys that are all in the pool; writes their rows of out_THD.
 
-    work: of the persistent form, where it is at hand (from_qkv false); else it is listed here.
+    order_L: order_lanes of the lanes' lengths, for an ordered config; made here unless given. It is read
+    before the preceding kernel has ended, so that kernel must not be the one that writes it.
     """
     lanes.check()
     pool.check(shape.num_kv_heads, shape.head_dim)
@@ -56,7 +56,7 @@ def decode_attention(
     if not use_triton(q_THD):
         decode_attention_reference(q_THD, lanes, pool, shape, out_THD)
         return
-    _launch(q_THD, None, None, lanes, pool, shape, config, scratch, out_THD, work)
+    _launch(q_THD, None, None, lanes, pool, shape, config, scratch, out_THD, order_L)
 
 
 def decode_attention_reference(
@@ -83,12 +83,12 @@ def decode_from_qkv(
     shape: LayerAttention,
     config: DecodeConfig,
     scratch: DecodeScratch,
-    work: DecodeWork | None = None,
+    order_L: Tensor | None = None,
 ) -> Tensor:
     """write_qkv and decode_attention in one, one token a lane: returns [L, H, D] in qkv's type.
 
     The token's position is its lane's length - 1; its K and V go to slot_L (int64), and count whatever the
-    slot: a dead lane (length 1, null slot) sees itself alone. work: as for decode_attention (from_qkv true).
+    slot: a dead lane (length 1, null slot) sees itself alone. order_L: as for decode_attention.
     """
     lanes.check()
     check_qkv(qkv_LXD, shape.num_kv_heads, prep, pool)
@@ -97,7 +97,7 @@ def decode_from_qkv(
     if not use_triton(qkv_LXD):
         return decode_from_qkv_reference(qkv_LXD, slot_L, prep, lanes, pool, shape)
     out_LHD = qkv_LXD.new_empty(qkv_LXD.shape[0], shape.num_heads, shape.head_dim)
-    _launch(qkv_LXD, slot_L, prep, lanes, pool, shape, config, scratch, out_LHD, work)
+    _launch(qkv_LXD, slot_L, prep, lanes, pool, shape, config, scratch, out_LHD, order_L)
     return out_LHD
 
 
@@ -127,27 +127,26 @@ def _launch(
     config: DecodeConfig,
     scratch: DecodeScratch,
     out_THD: Tensor,
-    work: DecodeWork | None,
+    order_L: Tensor | None,
 ) -> None:
-    count, kv_heads, listed = lanes.row_L.shape[0], shape.num_kv_heads, config.per_sm > 0
+    count, kv_heads = lanes.row_L.shape[0], shape.num_kv_heads
     if count == 0:
         return
-    pieces = config.pieces(count, kv_heads, source_TXD.device)
-    if pieces > count and not scratch.holds(count, shape, pieces):
-        raise ValueError(f"scratch is too small for {count} lanes in {pieces} pieces")
+    if config.splits > 1 and not scratch.holds(count, shape, count * config.splits):
+        raise ValueError(f"scratch is too small for {count} lanes in {config.splits} splits")
+    if order_L is not None and (order_L.shape != lanes.row_L.shape or order_L.dtype != torch.int32):
+        raise ValueError(f"order must be int32 [{count}]")
     early = pdl_options(out_THD)
-    if work is None and (listed or config.ordered):
-        work = list_decode_work(lanes, shape, config, prep is not None)
-        early = dict.fromkeys(early, False)  # the list is read before the wait
-    items, starts = (lanes.length_L, lanes.length_L) if work is None else (work.item_IF, work.start_Q1)
-    grid = (kv_heads, starts.shape[0] - 1) if listed else (kv_heads, count, config.splits)
+    if order_L is None and config.ordered:
+        order_L = order_lanes(lanes.length_L)
+        early = dict.fromkeys(early, False)  # the order is read before the wait
     scale, soft_cap = score_factors(shape)
     rope = scratch.lse if prep is None else prep.rope_P2D
     norm = rope if prep is None or prep.norm_YD is None else prep.norm_YD
     query_start = lanes.length_L if lanes.query_start_L1 is None else lanes.query_start_L1
-    _decode_kernel[grid](
+    _decode_kernel[(kv_heads, count, config.splits)](
         source_TXD, out_THD, pool.keys, pool.values,
-        lanes.row_L, lanes.length_L, query_start, items, starts,
+        lanes.row_L, lanes.length_L, query_start, lanes.length_L if order_L is None else order_L,
         lanes.blocks_RB, lanes.row_L if slot_L is None else slot_L,
         rope, norm, scratch.acc, scratch.lse, scratch.counter,
         scale * pool.k_scale, soft_cap, 0.0 if prep is None else prep.eps,
@@ -159,59 +158,42 @@ def _launch(
         BLOCK_SIZE=pool.block_size, TILE=config.tile, SPLITS=config.splits, MIN_TILES=config.min_tiles,
         WINDOW=shape.window or 0, CAPPED=shape.soft_cap is not None, FROM_QKV=prep is not None,
         NORMED=prep is not None and prep.norm_YD is not None, MIXED=lanes.query_start_L1 is not None,
-        LISTED=listed, ORDERED=config.ordered, ITEM=FIELDS,
-        **early, num_warps=config.warps, num_stages=config.stages,
+        ORDERED=config.ordered, **early, num_warps=config.warps, num_stages=config.stages,
     )
 
 
 @jit_with(do_not_specialize=("blocks_stride",))
 def _decode_kernel(
-    source: Arg, out: Arg, keys: Arg, values: Arg, rows: Arg, lengths: Arg, query_start: Arg, items: Arg,
-    starts: Arg, blocks: Arg, slots: Arg, rope: Arg, norm: Arg, partial_acc: Arg, partial_lse: Arg,
+    source: Arg, out: Arg, keys: Arg, values: Arg, rows: Arg, lengths: Arg, query_start: Arg, order: Arg,
+    blocks: Arg, slots: Arg, rope: Arg, norm: Arg, partial_acc: Arg, partial_lse: Arg,
     counter: Arg, scale: Arg, soft_cap: Arg, eps: Arg, k_factor: Arg, v_factor: Arg, v_scale: Arg,
     token_stride: Arg, head_stride: Arg, out_token_stride: Arg, out_head_stride: Arg,
     blocks_stride: Arg, rope_stride: Arg, norm_stride: Arg,
     KV_HEADS: tl.constexpr, GROUP: tl.constexpr, ROWS: tl.constexpr, HEAD: tl.constexpr,
     HALF_PAD: tl.constexpr, BLOCK_SIZE: tl.constexpr, TILE: tl.constexpr, SPLITS: tl.constexpr,
     MIN_TILES: tl.constexpr, WINDOW: tl.constexpr, CAPPED: tl.constexpr, FROM_QKV: tl.constexpr,
-    NORMED: tl.constexpr, MIXED: tl.constexpr, LISTED: tl.constexpr, ORDERED: tl.constexpr,
-    ITEM: tl.constexpr, PDL: tl.constexpr,
+    NORMED: tl.constexpr, MIXED: tl.constexpr, ORDERED: tl.constexpr, PDL: tl.constexpr,
 ) -> None:
     kv_head = tl.program_id(0)
-    if LISTED:
-        share = starts + tl.program_id(1)
-        for item in range(tl.load(share), tl.load(share + 1)):
-            at = items + item * ITEM
-            piece = tl.load(at + 6)
-            attend_piece(
-                tl.load(at).to(tl.int64), tl.load(at + 1).to(tl.int64), tl.load(at + 2), tl.load(at + 3),
-                tl.load(at + 4), tl.load(at + 5), item - piece, piece, tl.load(at + 7), kv_head, source, out,
-                keys, values, blocks, slots, rope, norm, partial_acc, partial_lse, counter, scale, soft_cap,
-                eps, k_factor, v_factor, v_scale, token_stride, head_stride, out_token_stride,
-                out_head_stride, blocks_stride, rope_stride, norm_stride, KV_HEADS, GROUP, ROWS, HEAD,
-                HALF_PAD, BLOCK_SIZE, TILE, SPLITS, WINDOW, CAPPED, FROM_QKV, NORMED, PDL,
-            )
-    else:
-        lane, split = tl.program_id(1).to(tl.int64), tl.program_id(2)
-        if ORDERED:
-            lane = tl.load(items + lane).to(tl.int64)
-        token, length, begin, end, pieces = _cut(
-            lane, split, lengths, query_start, TILE, SPLITS, MIN_TILES, WINDOW, FROM_QKV, MIXED
+    lane, piece = tl.program_id(1).to(tl.int64), tl.program_id(2)
+    if ORDERED:
+        lane = tl.load(order + lane).to(tl.int64)
+    token, length, begin, end, pieces = _cut(
+        lane, piece, lengths, query_start, TILE, SPLITS, MIN_TILES, WINDOW, FROM_QKV, MIXED
+    )
+    if piece < pieces:
+        attend_piece(
+            lane, token, tl.load(rows + lane), length, begin, end, piece, pieces, kv_head, source, out,
+            keys, values, blocks, slots, rope, norm, partial_acc, partial_lse, counter, scale, soft_cap,
+            eps, k_factor, v_factor, v_scale, token_stride, head_stride, out_token_stride, out_head_stride,
+            blocks_stride, rope_stride, norm_stride, KV_HEADS, GROUP, ROWS, HEAD, HALF_PAD, BLOCK_SIZE,
+            TILE, SPLITS, WINDOW, CAPPED, FROM_QKV, NORMED, PDL,
         )
-        if split < pieces:
-            attend_piece(
-                lane, token, tl.load(rows + lane), length, begin, end, lane * SPLITS, split, pieces, kv_head,
-                source, out,
-                keys, values, blocks, slots, rope, norm, partial_acc, partial_lse, counter, scale, soft_cap,
-                eps, k_factor, v_factor, v_scale, token_stride, head_stride, out_token_stride,
-                out_head_stride, blocks_stride, rope_stride, norm_stride, KV_HEADS, GROUP, ROWS, HEAD,
-                HALF_PAD, BLOCK_SIZE, TILE, SPLITS, WINDOW, CAPPED, FROM_QKV, NORMED, PDL,
-            )
 
 
 @jit
 def _cut(
-    lane: Arg, split: Arg, lengths: Arg, query_start: Arg,
+    lane: Arg, piece: Arg, lengths: Arg, query_start: Arg,
     TILE: tl.constexpr, SPLITS: tl.constexpr, MIN_TILES: tl.constexpr, WINDOW: tl.constexpr,
     FROM_QKV: tl.constexpr, MIXED: tl.constexpr,
 ) -> Any:
@@ -225,5 +207,5 @@ def _cut(
     _, _, first, last = tile_span(length, TILE, WINDOW, FROM_QKV)
     size = tl.maximum(tl.cdiv(last - first, SPLITS), MIN_TILES)
     pieces = tl.where(count == 1, tl.maximum(tl.cdiv(last - first, size), 1), 0)
-    begin = first + split * size
+    begin = first + piece * size
     return token, length, begin, tl.minimum(begin + size, last), pieces

@@ -23,7 +23,7 @@ def tile_span(length: Arg, TILE: tl.constexpr, WINDOW: tl.constexpr, FROM_QKV: t
 
 @jit
 def attend_piece(
-    lane: Arg, token: Arg, row: Arg, length: Arg, begin: Arg, end: Arg, place: Arg, piece: Arg, pieces: Arg,
+    lane: Arg, token: Arg, row: Arg, length: Arg, begin: Arg, end: Arg, piece: Arg, pieces: Arg,
     kv_head: Arg, source: Arg, out: Arg, keys: Arg, values: Arg, blocks: Arg, slots: Arg, rope: Arg,
     norm: Arg, partial_acc: Arg, partial_lse: Arg, counter: Arg, scale: Arg, soft_cap: Arg, eps: Arg,
     k_factor: Arg, v_factor: Arg, v_scale: Arg, token_stride: Arg, head_stride: Arg, out_token_stride: Arg,
@@ -33,7 +33,7 @@ def attend_piece(
     WINDOW: tl.constexpr, CAPPED: tl.constexpr, FROM_QKV: tl.constexpr, NORMED: tl.constexpr,
     PDL: tl.constexpr,
 ) -> None:
-    """Tiles begin .. end - 1 of a lane. place: where the lane's partial results begin; lane, token: int64.
+    """Tiles begin .. end - 1 of a lane. lane, token: int64.
 
     What is read before pdl_begin was written several kernels ago, or is constant.
     """
@@ -77,8 +77,9 @@ def attend_piece(
     )
     _finish(
         top, total, acc_low, acc_high, v_scale, out + token * out_token_stride + column, out_head_stride,
-        partial_acc, partial_lse, counter + lane * KV_HEADS + kv_head, place * (KV_HEADS * GROUP),
-        kv_head * GROUP, piece, pieces, member, column, in_group, KV_HEADS * GROUP, GROUP, HEAD, SPLITS,
+        partial_acc, partial_lse, counter + lane * KV_HEADS + kv_head,
+        lane * (SPLITS * KV_HEADS * GROUP), kv_head * GROUP, piece, pieces, member, column, in_group,
+        KV_HEADS * GROUP, GROUP, HEAD, SPLITS,
     )
 
 
@@ -142,8 +143,8 @@ def _own_key(
     KV_HEADS: tl.constexpr, HEAD: tl.constexpr, BLOCK_SIZE: tl.constexpr,
     CAPPED: tl.constexpr, NORMED: tl.constexpr,
 ) -> Any:
-    """The token's own K and V, at k_at and KV_HEADS heads further: stored by the first piece, and the start of that piece's softmax. Never read
-    back, so no program waits for another's store."""
+    """The token's own K and V, at k_at and KV_HEADS heads further: stored by the first piece, and the start
+    of that piece's softmax. Never read back, so no program waits for another's store."""
     in_half = column < HEAD // 2
     v_at = k_at + KV_HEADS * head_stride
     k_low, k_high = _prepare(
@@ -211,26 +212,18 @@ def _merge(
     to: Arg, head_stride: Arg, partial_acc: Arg, partial_lse: Arg, place: Arg, pieces: Arg, column: Arg,
     HEADS: tl.constexpr, GROUP: tl.constexpr, HEAD: tl.constexpr, SPLITS: tl.constexpr,
 ) -> None:
-    """Partial results of a KV head's group, weighed by their sums, SPLITS at a time. Past the L1 cache: other
-    programs wrote them."""
-    kind = to.dtype.element_ty
+    """Partial results of a KV head's group, weighed by their sums. Past the L1 cache: other programs wrote
+    them."""
+    kind, piece = to.dtype.element_ty, tl.arange(0, SPLITS)
+    inside = (piece < pieces)[:, None] & (column < HEAD // 2)
     for member in tl.static_range(GROUP):
-        top, total = pieces * 0.0 + FLOOR, pieces * 0.0
-        low = tl.zeros([column.shape[1]], tl.float32)
-        high = tl.zeros([column.shape[1]], tl.float32)
-        for begin in range(0, pieces, SPLITS):
-            piece = begin + tl.arange(0, SPLITS)
-            at = place + member + piece * HEADS
-            lse = tl.load(partial_lse + at, mask=piece < pieces, other=FLOOR, cache_modifier=".cg")
-            new_top = tl.maximum(top, tl.max(lse, 0))
-            weight, factor = tl.exp2(lse - new_top), tl.exp2(top - new_top)
-            inside = (piece < pieces)[:, None] & (column < HEAD // 2)
-            part = partial_acc + at[:, None] * HEAD + column
-            part_low = tl.load(part, mask=inside, other=0.0, cache_modifier=".cg")
-            part_high = tl.load(part + HEAD // 2, mask=inside, other=0.0, cache_modifier=".cg")
-            low = low * factor + tl.sum(part_low * weight[:, None], 0)
-            high = high * factor + tl.sum(part_high * weight[:, None], 0)
-            top, total = new_top, total * factor + tl.sum(weight, 0)
+        at = place + member + piece * HEADS
+        lse = tl.load(partial_lse + at, mask=piece < pieces, other=FLOOR, cache_modifier=".cg")
+        weight = tl.exp2(lse - tl.max(lse, 0))
+        weight = (weight / tl.sum(weight, 0))[:, None]
+        part = partial_acc + at[:, None] * HEAD + column
+        low = tl.load(part, mask=inside, other=0.0, cache_modifier=".cg")
+        high = tl.load(part + HEAD // 2, mask=inside, other=0.0, cache_modifier=".cg")
         at_out = to + member * head_stride
-        tl.store(at_out, (low / total)[None, :].to(kind), mask=column < HEAD // 2)
-        tl.store(at_out + HEAD // 2, (high / total)[None, :].to(kind), mask=column < HEAD // 2)
+        tl.store(at_out, tl.sum(low * weight, 0)[None, :].to(kind), mask=column < HEAD // 2)
+        tl.store(at_out + HEAD // 2, tl.sum(high * weight, 0)[None, :].to(kind), mask=column < HEAD // 2)

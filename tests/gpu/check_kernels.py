@@ -39,7 +39,6 @@ from slipstream.kernels import (  # noqa: E402
     varlen_attention,
 )
 from slipstream.kernels.attention_common import LayerAttention  # noqa: E402
-from slipstream.kernels.backend import ceil_div  # noqa: E402
 from slipstream.kernels.decode_config import DecodeConfig, DecodeScratch, choose_decode  # noqa: E402
 from slipstream.kernels.varlen_attention import VarlenConfig, choose_varlen, list_tiles  # noqa: E402
 
@@ -82,8 +81,7 @@ def error_of(got: torch.Tensor, expected: torch.Tensor) -> float:
 
 
 def scratch_for(lanes: int, shape: LayerAttention, config: DecodeConfig) -> DecodeScratch:
-    pieces = config.pieces(lanes, shape.num_kv_heads, CUDA)
-    scratch = DecodeScratch(lanes, shape, ceil_div(pieces, lanes), CUDA)
+    scratch = DecodeScratch(lanes, shape, lanes * config.splits, CUDA)
     scratch.acc.fill_(float("nan"))
     scratch.lse.fill_(float("nan"))
     return scratch

@@ -2,10 +2,9 @@
 
     python tests/gpu/time_attention.py [--seconds 200] [--only decode|prefill]
 
-All kernels are first compiled side by side. Then come, for each load, the best configuration
-of the grid form and of the persistent form, by CUDA-graph replay (GB/s beside a read-only stream's 4,590,
-TFLOP/s beside 790), and behind it the others by how much more time they take; and the best of each load as a
-table that Python reads. Exit status 1 where a check failed.
+All kernels are first compiled side by side. Then comes, for each load, the best configuration by CUDA-graph
+replay (GB/s beside a read-only stream's 4,590, TFLOP/s beside 790), and behind it the others by how much more
+time they take; and the best of each load as a table that Python reads. Exit status 1 where a check failed.
 """
 
 from __future__ import annotations
@@ -41,7 +40,7 @@ from time_kernels import (  # noqa: E402
 
 from slipstream.kernels.attention_common import LayerAttention  # noqa: E402
 from slipstream.kernels.decode_config import DecodeConfig  # noqa: E402
-from slipstream.kernels.decode_work import list_decode_work  # noqa: E402
+from slipstream.kernels.lane_order import order_lanes  # noqa: E402
 from slipstream.kernels.precompile import Workers, list_launches  # noqa: E402
 from slipstream.kernels.varlen_attention import VarlenConfig, list_tiles  # noqa: E402
 
@@ -70,11 +69,6 @@ GRID = {
           DecodeConfig(1, 32, 1, 3, ordered=True), DecodeConfig(1, 32, 2, 2, ordered=True),
           DecodeConfig(1, 64, 4, 2, ordered=True)],
 }  # fmt: skip
-# per_sm is what fits beside one another, by registers and shared memory of the compiled kernels.
-PERSISTENT = [
-    DecodeConfig(8, 32, 1, 3, per_sm=6),
-    DecodeConfig(8, 16, 1, 4, per_sm=7),
-]
 PREFILL = [
     VarlenConfig(128, 64, 8, 3),
     VarlenConfig(128, 64, 4, 3),
@@ -82,13 +76,13 @@ PREFILL = [
     VarlenConfig(64, 64, 4, 3),
     VarlenConfig(64, 32, 4, 3),
 ]
-# Of checks: every form, with what not every model has.
+# Of checks: what not every model has.
 ODD = (
     LayerAttention(6, 2, 96, 0.1, window=21),
     LayerAttention(32, 8, 128, 0.09, soft_cap=20.0),
     LayerAttention(8, 1, 256, 0.07, window=300, soft_cap=30.0),
 )
-SMALL = DecodeConfig(4, 16, 1, 2, per_sm=4)
+SMALL = DecodeConfig(4, 16, 1, 2, ordered=True)
 
 
 def launch_all(parts: Sequence[str]) -> None:
@@ -96,7 +90,7 @@ def launch_all(parts: Sequence[str]) -> None:
     for shape in SHAPES.values():
         load = DecodeLoad(2, 64, shape)
         del load.pools[1:]
-        for config in (*itertools.chain(*GRID.values()), *PERSISTENT) if "decode" in parts else ():
+        for config in itertools.chain(*GRID.values()) if "decode" in parts else ():
             load.runs(config)[0]()
         for config in PREFILL if "prefill" in parts else ():
             varlen_runs(2, 64, 0, shape, config)[0]()
@@ -113,20 +107,20 @@ def checks(parts: Sequence[str]) -> Iterator[tuple[str, Callable[[], float], flo
     ragged[40] = (12000, 1)
     for name, shape in SHAPES.items():
         case = attention_case(shape, ragged, dtype=BF16, device=CUDA)
-        for config in PERSISTENT:
+        for config in itertools.chain(*GRID.values()):
             yield f"{name} {brief(config)}, ragged, 20 times", partial(decode_error, case, config, 20), 1e-2
     for shape in ODD:
-        name = f"persistent, D {shape.head_dim} w {shape.window} cap {shape.soft_cap}"
+        name = f"ordered, D {shape.head_dim} w {shape.window} cap {shape.soft_cap}"
         case = attention_case(shape, check_kernels.DECODES, dtype=BF16, device=CUDA)
         yield name, partial(decode_error, case, SMALL), 1e-2
         yield f"{name}, mixed", partial(mixed_error, shape, BF16, SMALL), 1e-2
     eight = with_float8_pool(attention_case(QWEN, ragged[:9], dtype=BF16, device=CUDA), 0.03, 0.02)
-    yield "persistent, float8", partial(decode_error, eight, SMALL), 3e-2
+    yield "ordered, float8", partial(decode_error, eight, SMALL), 3e-2
 
 
 def brief(config: Any) -> str:
     """A configuration without the names of its first four fields and without defaults."""
-    usual = {"min_tiles": 1, "per_sm": 0, "registers": None, "ordered": False}
+    usual = {"min_tiles": 1, "registers": None, "ordered": False}
     fields = {field.name: getattr(config, field.name) for field in dataclasses.fields(config)}
     parts = [
         str(value) if name not in usual else f"{name}={value}"
@@ -147,38 +141,29 @@ class Timer:
         self._deadline = deadline
         self.best: dict[str, str] = {}
 
-    def race(self, load: str, amount: float, unit: str, runs: Iterator[tuple[str, Any, Launches]]) -> None:
-        """amount: bytes or operations of a launch. runs: forms' names, configurations and launches. One line
-        a form."""
+    def race(self, load: str, amount: float, unit: str, runs: Iterator[tuple[Any, Launches]]) -> None:
+        """amount: bytes or operations of a launch. runs: configurations and their launches. One line."""
         peak, size = PEAKS[unit]
-        results: dict[str, list[tuple[float, str]]] = {}
-        for form, config, launches in runs:
+        timed: list[tuple[float, str]] = []
+        for config, launches in runs:
             if time.monotonic() > self._deadline:
                 raise OutOfTime
             try:
-                results.setdefault(form, []).append((graph_us(launches, 6), brief(config)))
+                timed.append((graph_us(launches, 6), brief(config)))
             except Exception as problem:
                 print(f"{load} {brief(config)}: {problem!r}"[:300])
-        for form, timed in results.items():
-            timed.sort()
-            microseconds, config = timed[0]
-            rate, share = amount / microseconds / size, amount / microseconds / peak
-            behind = " ".join(f"{inside(c)}+{100 * t / microseconds - 100:.0f}%" for t, c in timed[1:])
-            print(f"{load:24s} {form:10s} {microseconds:8.2f} us {rate:6.0f} {unit} {100 * share:4.0f}%"
-                  f"  {config} | {behind}", flush=True)  # fmt: skip
-        if results:
-            self.best[load] = min(min(timed) for timed in results.values())[1]
+        if not timed:
+            return
+        timed.sort()
+        microseconds, self.best[load] = timed[0]
+        rate, share = amount / microseconds / size, amount / microseconds / peak
+        behind = " ".join(f"{inside(c)}+{100 * t / microseconds - 100:.0f}%" for t, c in timed[1:])
+        print(f"{load:24s} {microseconds:8.2f} us {rate:6.0f} {unit} {100 * share:4.0f}%"
+              f"  {self.best[load]} | {behind}", flush=True)  # fmt: skip
 
 
 def inside(config: str) -> str:
     return config[config.index("(") : config.index(")") + 1]
-
-
-def decode_forms(load: DecodeLoad, lanes: int) -> Iterator[tuple[str, DecodeConfig, Launches]]:
-    for config in GRID[lanes]:
-        yield "grid", config, load.runs(config)
-    for config in PERSISTENT:
-        yield "persistent", config, load.runs(config)
 
 
 def time_decode(timer: Timer) -> None:
@@ -187,19 +172,17 @@ def time_decode(timer: Timer) -> None:
         if ragged:
             load.make_ragged()
         title = f"{name[:5]} {lanes} x {'<= ' if ragged else ''}{context}"
-        timer.race(title, load.bytes, "GB/s", decode_forms(load, lanes))
-    paged = DecodeLoad(256, 64).paged
-    listing = graph_us([lambda: list_decode_work(paged, QWEN, PERSISTENT[0], True)] * 8)
-    print(f"list of decode work, 256 lanes, once a step: {listing:.1f} us")
+        timer.race(title, load.bytes, "GB/s", ((config, load.runs(config)) for config in GRID[lanes]))
+    length_L = DecodeLoad(256, 64).paged.length_L
+    ordering = graph_us([lambda: order_lanes(length_L)] * 8)
+    print(f"order of 256 lanes, once a step: {ordering:.1f} us")
 
 
 def time_prefill(timer: Timer) -> None:
     for (lanes, tokens, context), (name, shape) in itertools.product(PREFILLS, SHAPES.items()):
         seen = lanes * (tokens * context + tokens * (tokens + 1) / 2)
         work = seen * 4 * shape.num_heads * shape.head_dim
-        runs = (
-            ("prefill", config, varlen_runs(lanes, tokens, context, shape, config)) for config in PREFILL
-        )
+        runs = ((config, varlen_runs(lanes, tokens, context, shape, config)) for config in PREFILL)
         timer.race(f"{name[:5]} {lanes} x {tokens} after {context}", work, "TFLOP/s", runs)
     start = torch.arange(257, device=CUDA).int() * 32
     paged = dataclasses.replace(DecodeLoad(256, 64).paged, query_start_L1=start)

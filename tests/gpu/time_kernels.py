@@ -23,7 +23,7 @@ from slipstream.kernels import (
 )
 from slipstream.kernels.attention_common import LayerAttention
 from slipstream.kernels.decode_config import DecodeConfig, DecodeScratch, choose_decode
-from slipstream.kernels.decode_work import list_decode_work
+from slipstream.kernels.lane_order import order_lanes
 from slipstream.kernels.paged import PagedLanes, PagedPool
 from slipstream.kernels.qkv_write import HeadPrep
 from slipstream.kernels.varlen_attention import VarlenConfig, choose_varlen, list_tiles
@@ -101,14 +101,12 @@ class DecodeLoad:
         self.prep = HeadPrep(rope_table(context, shape.head_dim, CUDA), norm, 1e-6)
 
     def runs(self, config: DecodeConfig) -> list[Callable[[], object]]:
-        """A launch a pool; the work list of the persistent form is made here, once."""
-        pieces = config.pieces(self.lanes, self.shape.num_kv_heads, CUDA)
-        scratch = DecodeScratch(self.lanes, self.shape, -(-pieces // self.lanes), CUDA)
-        listed = config.per_sm or config.ordered
-        work = list_decode_work(self.paged, self.shape, config, True) if listed else None
+        """A launch a pool; the order of lanes is made here, once."""
+        scratch = DecodeScratch(self.lanes, self.shape, self.lanes * config.splits, CUDA)
+        order_L = order_lanes(self.paged.length_L) if config.ordered else None
         return [
             lambda p=pool: decode_attention.decode_from_qkv(
-                self.qkv, self.slot, self.prep, self.paged, p, self.shape, config, scratch, work
+                self.qkv, self.slot, self.prep, self.paged, p, self.shape, config, scratch, order_L
             )
             for pool in self.pools
         ]

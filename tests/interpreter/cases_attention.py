@@ -7,7 +7,6 @@ import torch
 from kernel_cases import attention_case, with_float8_pool
 
 from slipstream.kernels.attention_common import LayerAttention
-from slipstream.kernels.backend import ceil_div
 from slipstream.kernels.decode_attention import (
     decode_attention,
     decode_attention_reference,
@@ -15,7 +14,7 @@ from slipstream.kernels.decode_attention import (
     decode_from_qkv_reference,
 )
 from slipstream.kernels.decode_config import DecodeConfig, DecodeScratch
-from slipstream.kernels.decode_work import list_decode_work, list_decode_work_reference
+from slipstream.kernels.lane_order import order_lanes, order_lanes_reference
 from slipstream.kernels.paged import PagedLanes
 from slipstream.kernels.qkv_write import write_qkv, write_qkv_reference
 from slipstream.kernels.varlen_attention import (
@@ -39,15 +38,12 @@ CONFIGS = [
     DecodeConfig(1, 32, 1, 2),
     DecodeConfig(4, 16, 1, 2),
     DecodeConfig(8, 16, 1, 2, min_tiles=2),
-    DecodeConfig(2, 16, 1, 2, per_sm=24),  # about a tile a share
-    DecodeConfig(4, 16, 1, 2, min_tiles=2, per_sm=9),
     DecodeConfig(4, 16, 1, 2, ordered=True),
 ]
 
 
 def poisoned_scratch(lanes, shape, config):
-    pieces = config.pieces(lanes, shape.num_kv_heads, CPU)
-    scratch = DecodeScratch(lanes, shape, ceil_div(pieces, lanes), CPU)
+    scratch = DecodeScratch(lanes, shape, lanes * config.splits, CPU)
     scratch.acc.fill_(float("nan"))
     scratch.lse.fill_(float("nan"))
     return scratch
@@ -101,50 +97,26 @@ def test_decode_leaves_lanes_with_more_tokens_alone(shape, config):
         assert out[~single].isnan().all()
 
 
-def random_lanes(seed, mixed):
-    generator = torch.Generator().manual_seed(seed)
-    lanes = 1 + seed * 5
-    count_L = torch.randint(0, 3, (lanes,), generator=generator) if mixed else torch.ones(lanes).long()
-    length_L = torch.randint(1, 400, (lanes,), generator=generator).clamp(min=2).int()
-    length_L[::3] = 1 + seed
-    start = torch.cat((torch.zeros(1, dtype=torch.int64), count_L.cumsum(0))).int()
-    row_L = torch.randperm(lanes + 2, generator=generator)[:lanes]
-    return PagedLanes(row_L, length_L, torch.zeros(lanes + 2, 1).int(), start if mixed else None), count_L
+@pytest.mark.parametrize("lanes", [1, 16, 46, 300])
+def test_ordered_lanes_come_once_each_and_the_longest_first(lanes):
+    length_L = torch.randint(1, 400, (lanes,), generator=torch.Generator().manual_seed(lanes)).int()
+    length_L[::3] = 7
+    lengths = length_L.tolist()
+    expected = sorted(range(lanes), key=lambda lane: (-lengths[lane], lane))
+    for order in (order_lanes, order_lanes_reference):
+        assert order(length_L).dtype == torch.int32
+        assert order(length_L).tolist() == expected
 
 
-@pytest.mark.parametrize("seed", range(5))
-@pytest.mark.parametrize("mixed", [True, False])
-@pytest.mark.parametrize("window", [None, 70])
-@pytest.mark.parametrize("min_tiles", [1, 3])
-def test_shares_have_every_tile_once_and_near_equal_counts(seed, mixed, window, min_tiles):
-    shape, config = LayerAttention(4, 2, 64, 0.1, window), DecodeConfig(4, 16, 1, 2, min_tiles, per_sm=23)
-    lanes, count_L = random_lanes(seed, mixed)
-    work = list_decode_work(lanes, shape, config, from_qkv=not mixed)
-    plain = list_decode_work_reference(lanes, shape, config, not mixed, 11)
-    assert torch.equal(work.start_Q1, plain.start_Q1)
-    item_IF = work.item_IF[: work.start_Q1[-1]]
-    assert torch.equal(item_IF, plain.item_IF[: work.start_Q1[-1]])
-    tiles = []
-    for lane, length in enumerate(lanes.length_L.tolist()):
-        first, keys = max(length - (window or length), 0), length if mixed else length - 1
-        seen = sorted({key // 16 for key in range(first, keys)}) if count_L[lane] == 1 else []
-        tiles += [(lane, tile) for tile in seen]
-    assert [(i[0], tile) for i in item_IF.tolist() for tile in range(i[4], i[5])] == tiles
-    assert {i[0] for i in item_IF.tolist()} == {lane for lane, n in enumerate(count_L) if n == 1}
-    shares = item_IF.split(work.start_Q1.diff().tolist())
-    loads = [sum(max(i[5] - i[4], 1) for i in share.tolist()) for share in shares]
-    busy = [load for load in loads if load]
-    assert len(busy) == min(11, max(1, sum(loads) // min_tiles)) or not tiles
-    assert not busy or max(busy) - min(busy) <= 1
-
-
-@pytest.mark.parametrize("seed", range(4))
-def test_ordered_lanes_come_once_each_and_the_longest_first(seed):
-    lanes, _ = random_lanes(seed * 3, False)
-    work = list_decode_work(lanes, SHAPES[0], DecodeConfig(2, 16, 1, 2, ordered=True), True)
-    order = work.item_IF[:, 0].tolist()
-    lengths = lanes.length_L.tolist()
-    assert order == sorted(range(len(lengths)), key=lambda lane: (-lengths[lane], lane))
+def test_an_order_of_fewer_lanes_is_refused():
+    shape, config = SHAPES[0], CONFIGS[-1]
+    case = attention_case(shape, DECODES, seed=4)
+    scratch = poisoned_scratch(len(DECODES), shape, config)
+    with pytest.raises(ValueError, match=r"order must be int32 \[6\]"):
+        decode_from_qkv(
+            case.qkv_TXD, case.slot_T, case.prep, case.lanes, case.pool, shape, config, scratch,
+            order_lanes(case.lanes.length_L)[1:],
+        )
 
 
 @pytest.mark.parametrize("shape", SHAPES, ids=str)

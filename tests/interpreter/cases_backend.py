@@ -55,8 +55,8 @@ def test_a_step_equals_dense_attention(kind, fused, batch_invariant):
 
 @pytest.mark.parametrize("kind", ["decode", "mixed"])
 @pytest.mark.parametrize("fused", [True, False])
-def test_a_step_of_shared_work_equals_dense_attention(kind, fused, monkeypatch):
-    monkeypatch.setattr(paged_triton, "choose_decode", lambda *_: DecodeConfig(2, 16, 1, 2, per_sm=10))
+def test_a_step_with_the_longest_lanes_first_equals_dense_attention(kind, fused, monkeypatch):
+    monkeypatch.setattr(paged_triton, "choose_decode", lambda *_: DecodeConfig(2, 16, 1, 2, ordered=True))
     case = attention_case(SHAPE, STEPS[kind], mixed=True)
     out = run(case, {"decode": 4, "mixed": 2}[kind], fused)
     torch.testing.assert_close(out.double(), case.expected(), atol=2e-5, rtol=1e-5)
