@@ -66,8 +66,8 @@ class Workers:
         self._workers = [start() for _ in range(count)]
 
     def compile(self, launches: Sequence[str], meanwhile: Callable[[], object] = lambda: None) -> None:
-        """Returns when all are done, and `meanwhile`, which runs at the same time. A kernel that a worker could not compile is compiled at its launch,
-        where its error shows."""
+        """Returns when all are done, and `meanwhile`, which runs at the same time. A kernel that a worker
+        could not compile is compiled at its launch, where its error shows."""
         left = list(reversed(launches))
         threads = [threading.Thread(target=self._feed, args=(worker, left)) for worker in self._workers]
         for thread in threads:

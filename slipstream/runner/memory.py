@@ -15,7 +15,7 @@ from slipstream.config.plan import EnginePlan
 log = logging.getLogger("slipstream.memory")
 
 MIB = 2**20
-# Graphs differ by a few allocations from the two that were tried.
+# 83 graphs of Qwen3-0.6B took 1.37 times what three of them promised: they share less than these do.
 GRAPH_MARGIN = 1.4
 
 

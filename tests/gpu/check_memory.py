@@ -60,8 +60,8 @@ def check(model: str, utilization: float) -> bool:
         torch.cuda.synchronize()
         error = core.memory.error(used())
         right &= abs(error) <= ERROR
-        print(f"{utilization} {when}: plan {core.memory.total / 2**20:,.0f} MiB, driver {used() / 2**20:,.0f} "
-              f"MiB, {100 * error:+.2f}%; {core.memory.describe()}", flush=True)  # fmt: skip
+        figures = f"plan {core.memory.total / 2**20:,.0f} MiB, driver {used() / 2**20:,.0f} MiB"
+        print(f"{utilization} {when}: {figures}, {100 * error:+.2f}%; {core.memory.describe()}", flush=True)
     llm.close()
     return right
 

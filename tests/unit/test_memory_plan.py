@@ -15,7 +15,7 @@ from slipstream.config.device import DeviceFacts
 from slipstream.config.model import ModelSpec, RopeSpec
 from slipstream.config.plan import EnginePlan
 from slipstream.config.resolve import resolve
-from slipstream.runner.memory import Measured, estimate_graphs, settle, size_kv_pool
+from slipstream.runner.memory import GRAPH_MARGIN, Measured, estimate_graphs, settle, size_kv_pool
 from slipstream.runner.memory_cpu import measure_peak, measured_cpu, total_memory
 
 GIB, MIB = 2**30, 2**20
@@ -82,12 +82,12 @@ def test_a_pool_too_small_for_the_longest_request_is_told(caplog: pytest.LogCapt
 
 @pytest.mark.parametrize(
     ("tried", "count", "expected"),
-    [([], 30, 0), ([1000, 10], 0, 0), ([1000], 1, 1100), ([1000, 10, 20], 51, 2200), ([0, 0], 9, 0)],
+    [([], 30, 0), ([1000, 10], 0, 0), ([1000], 1, 1000), ([1000, 10, 20], 51, 2000), ([0, 0], 9, 0)],
 )
 def test_graphs_cost_the_first_ones_pool_and_a_share_each(
     tried: list[int], count: int, expected: int
 ) -> None:
-    assert abs(estimate_graphs(tried, count) - expected) <= 1
+    assert abs(estimate_graphs(tried, count) - expected * GRAPH_MARGIN) <= 1
 
 
 def test_the_plan_is_held_against_the_driver(caplog: pytest.LogCaptureFixture) -> None:
