@@ -33,9 +33,8 @@ def read_kv_scales(path: str | Path, num_layers: int) -> KvScales:
     try:
         if not any(name.endswith(SUFFIXES) for name in source.shapes):
             return ()
-        return tuple(
-            (_scale(source, path, layer, "k"), _scale(source, path, layer, "v")) for layer in range(num_layers)
-        )
+        layers = range(num_layers)
+        return tuple((_scale(source, path, i, "k"), _scale(source, path, i, "v")) for i in layers)
     finally:
         source.close()
 
