@@ -214,7 +214,8 @@ def _merge(
 ) -> None:
     """Partial results of a KV head's group, weighed by their sums. Past the L1 cache: other programs wrote
     them."""
-    kind, piece = to.dtype.element_ty, tl.arange(0, SPLITS)
+    kind = to.dtype.element_ty
+    piece = tl.arange(0, SPLITS)
     inside = (piece < pieces)[:, None] & (column < HEAD // 2)
     for member in tl.static_range(GROUP):
         at = place + member + piece * HEADS
