@@ -105,17 +105,26 @@ def vector_kernel(
     )
     acc = tl.zeros([ROWS, COLUMNS, DEPTH // 8], tl.float32)
     for slab in tl.static_range(SLABS):
-        products = weights[slab].to(tl.float32) * values[slab].to(tl.float32)
+        sums = _sums_of_eight(weights[slab], values[slab], ROWS, COLUMNS, DEPTH)
         if slab + AHEAD < SLABS:
             following = k + (slab + AHEAD) * DEPTH
             weights = append(weights, load_weights(at, source, following, INPUTS, EVEN))
             values = append(values, load_x(x_at, row, following, count, INPUTS, EVEN))
-        acc += tl.sum(tl.reshape(products, [ROWS, COLUMNS, DEPTH // 8, 8]), 3)
+        acc += sums
     finish(
         tl.trans(tl.sum(acc, 2)), tl.zeros([ROWS], tl.float32), before, bias_C, out, partial, counter, tile,
         first_row, split, count, eps, out_stride, OUTPUTS, INPUTS, ROWS, COLUMNS, SPLITS, OP, NORMED, SHRINK,
         BIASED,
     )
+
+
+@jit
+def _sums_of_eight(
+    weights: Arg, value: Arg, ROWS: tl.constexpr, COLUMNS: tl.constexpr, DEPTH: tl.constexpr
+) -> Any:
+    """What a thread can add by itself."""
+    products = weights.to(tl.float32) * value.to(tl.float32)
+    return tl.sum(tl.reshape(products, [ROWS, COLUMNS, DEPTH // 8, 8]), 3)
 
 
 @jit

@@ -64,7 +64,7 @@ def small(op: Op, rows: int, deep: int) -> str:
         r, splits = rows, ("/4", "/2") if op == "add" else ("", "/2")
         for split in splits:
             cuts += f"t{r}x64x64{split}w4n3h3a t{r}x64x64{split}w4n4h4a t{r}x64x128{split}w4n3h2a "
-        cuts += f"t{r}x32x128w4n3h4a t{r}x64x64w4n6a t{r}x64x128/8w4n2h2a "
+        cuts += f"t{r}x32x64w4n4h4a t{r}x64x64w4n6a t{r}x64x128/8w4n2h2a "
     else:
         for split in ("", "/2", "/4") if op == "add" else ("",):
             cuts += f"t64x64x64{split}w4n3h3a t128x64x64{split}w4n3h2a t128x128x64{split}w8n3h2a "

@@ -22,7 +22,7 @@ from slipstream.kernels.linear import (
     scratch_size,
 )
 
-ROWS = (1, 3, 16, 17, 40)
+ROWS = (1, 3, 16, 33)
 # Outputs and inputs that no tile divides, and one case that tiles fit exactly.
 SIZES = ((128, 256), (100, 500), (72, 320))
 CONFIGS = {
@@ -30,7 +30,7 @@ CONFIGS = {
     "slabs ahead": LinearConfig("slab", rows=16, columns=32, depth=256, warps=8, stages=3),
     "a slab at a time": LinearConfig("slab", rows=4, columns=32, depth=128, stages=1),
     "early": LinearConfig("slab", rows=8, columns=32, depth=256, early=True),
-    "vectors": LinearConfig("vector", rows=4, columns=16, depth=256, warps=1, stages=2, folds=False),
+    "vectors": LinearConfig("vector", rows=4, columns=32, depth=256, warps=1, stages=2, folds=False),
     "direct": LinearConfig("direct", rows=8, columns=16, depth=256, stages=1, folds=False),
     "direct, ahead": LinearConfig("direct", rows=16, columns=32, depth=128, warps=2, stages=2, folds=False),
     "tiles": LinearConfig("tile", rows=32, columns=64, depth=64, stages=3),
@@ -38,8 +38,8 @@ CONFIGS = {
     "all tiles held": LinearConfig("tile", rows=32, columns=32, depth=128, held=9, folds=False),
 }
 SPLITS = {
-    "vectors": LinearConfig("vector", rows=2, columns=16, depth=128, splits=2, stages=3, folds=False),
-    "direct": LinearConfig("direct", rows=8, columns=16, depth=64, warps=2, splits=2, stages=2, folds=False),
+    "vectors": LinearConfig("vector", rows=4, columns=64, depth=128, splits=2, stages=3, folds=False),
+    "direct": LinearConfig("direct", rows=16, columns=32, depth=64, warps=2, splits=2, stages=2, folds=False),
     "slabs": LinearConfig("slab", rows=16, columns=16, depth=128, splits=2, stages=2),
     "a slab each": LinearConfig("slab", rows=8, columns=32, depth=128, splits=5),
     "tiles": LinearConfig("tile", rows=16, columns=64, depth=64, splits=3, stages=2),
