@@ -29,22 +29,26 @@ MOST_WORKERS = 16
 
 
 def list_launches(run: Callable[[], object]) -> list[str]:
-    """run launches kernels; those that are not compiled yet are listed instead, once each, and what they
-    would have written is not. So nothing in run may depend on a kernel's result, not even on its being a
-    valid index."""
+    """What run launches and is not compiled yet, once each. No kernel is launched at all, so nothing in run
+    may depend on a kernel's result, not even on its being a valid index."""
     found: dict[str, None] = {}
+    function = triton.runtime.jit.JITFunction
+    launch, runtime = function.run, triton.knobs.runtime
 
     def note(*_: Any, fn: Any, **facts: Any) -> bool:
         # Triton's own text of what a compilation depends on; its name alone does not tell the module.
         found[json.dumps({"module": fn.module, "data": facts["compile"]["specialization_data"]})] = None
         return True
 
-    runtime = triton.knobs.runtime
+    def only_look(kernel: Any, *args: Any, warmup: bool, **named: Any) -> Any:
+        return launch(kernel, *args, warmup=True, **named)
+
     before, runtime.jit_cache_hook = runtime.jit_cache_hook, note
+    function.run = only_look
     try:
         run()
     finally:
-        runtime.jit_cache_hook = before
+        function.run, runtime.jit_cache_hook = launch, before
     return list(found)
 
 
@@ -99,23 +103,35 @@ class Workers:
             worker.wait()
 
 
-class Finished:
-    """The mark in Triton's cache that all kernels of some engine are there: `facts` decide which they are,
-    and the sources of this package."""
+class Known:
+    """Which launches were compiled on this machine before, by a list in Triton's cache. It begins anew when
+    the sources of this package change."""
 
-    def __init__(self, facts: str) -> None:
-        sources = sorted(Path(__file__).parent.glob("*.py"))
-        digest = hashlib.sha256(facts.encode())
-        for source in sources:
+    def __init__(self) -> None:
+        digest = hashlib.sha256()
+        for source in sorted(Path(__file__).parent.glob("*.py")):
             digest.update(source.read_bytes())
-        self._file = Path(os.environ[VARIABLE]) / f"complete-{digest.hexdigest()[:24]}"
+        self._file = Path(os.environ[VARIABLE]) / f"known-{digest.hexdigest()[:24]}"
+        self._names = set(self._file.read_text().split()) if self._file.exists() else set()
 
     def __bool__(self) -> bool:
-        return self._file.exists()
+        """False at a first start."""
+        return bool(self._names)
 
-    def mark(self) -> None:
+    def missing(self, launches: Sequence[str]) -> list[str]:
+        """Those of them that are new here."""
+        return [launch for launch in launches if _name(launch) not in self._names]
+
+    def add(self, launches: Sequence[str]) -> None:
+        """They are compiled now. Engines that start side by side may both add: a line a launch, at the
+        end."""
         self._file.parent.mkdir(parents=True, exist_ok=True)
-        self._file.touch()
+        with self._file.open("a") as file:
+            file.write("".join(f"{_name(launch)}\n" for launch in launches))
+
+
+def _name(launch: str) -> str:
+    return hashlib.sha256(launch.encode()).hexdigest()[:32]
 
 
 class _NoDevice:

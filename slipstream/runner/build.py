@@ -87,7 +87,7 @@ def build_runner(plan: EnginePlan) -> BuiltRunner:
     stream: Stream = CudaStream(device) if device.type == "cuda" else CpuStream()
     bucketed = plan.attention_backend == "triton"
     # What torch.compile makes may not run on the unwritten memory of a listing.
-    compiling = Compiling(_kernel_facts(plan), device, plan.compile_mode == "none") if bucketed else None
+    compiling = Compiling(device, plan.compile_mode == "none") if bucketed else None
     try:
         # Torch keeps a team of OpenMP threads for every thread that computes, be it a fill with zeros. Two
         # teams outnumber the cores, and then their waits sleep instead of spinning: steps took 1.8 times as
@@ -100,15 +100,6 @@ def build_runner(plan: EnginePlan) -> BuiltRunner:
             compiling.stop()
         stream.close()
         raise
-
-
-def _kernel_facts(plan: EnginePlan) -> str:
-    """What decides which kernels are compiled, and for which sizes."""
-    names = (
-        "spec", "dtype", "max_model_len", "max_num_seqs", "max_num_batched_tokens", "block_size",
-        "max_logprobs", "kv_cache_dtype", "batch_invariant", "graph_sizes", "token_buckets",
-    )
-    return " ".join(f"{name}={getattr(plan, name)}" for name in names)
 
 
 @torch.inference_mode()

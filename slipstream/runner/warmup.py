@@ -11,7 +11,7 @@ import torch
 
 from slipstream.attention.protocol import AttentionBackend
 from slipstream.config.plan import EnginePlan
-from slipstream.kernels.precompile import Finished, Workers, list_launches
+from slipstream.kernels.precompile import Known, Workers, list_launches
 from slipstream.runner.bucket_tick import BucketTick
 from slipstream.runner.memory import MemoryPlan, settle, size_kv_pool
 from slipstream.runner.memory_cuda import CudaMemory
@@ -19,28 +19,32 @@ from slipstream.runner.shapes import Shape
 
 log = logging.getLogger("slipstream.runner")
 
+# So many are compiled one after the other before workers have imported torch.
+FEW_KERNELS = 8
 # The pool while shapes are tried, before it has its size.
 TRIAL_BLOCKS = 2
 
 
 class Compiling:
-    """Workers for a first start, which import what they need while weights are loaded; nothing for later
-    ones. facts: what decides which kernels an engine has. wanted: False leaves each to its first launch."""
+    """Kernels that are new to this machine are compiled side by side. At a first start the workers import
+    what they need while weights are loaded. wanted: False leaves each kernel to its first launch."""
 
-    def __init__(self, facts: str, device: torch.device, wanted: bool) -> None:
-        facts = f"{facts} {torch.cuda.get_device_capability(device)}"
-        self._finished = Finished(facts)
-        capability = torch.cuda.get_device_capability(device)
-        self._workers = Workers(capability) if wanted and not self._finished else None
+    def __init__(self, device: torch.device, wanted: bool) -> None:
+        self._capability = torch.cuda.get_device_capability(device)
+        self._wanted, self._known = wanted, Known()
+        self._workers = Workers(self._capability) if wanted and not self._known else None
 
     def compile(self, trial: Callable[[], None], meanwhile: Callable[[], None]) -> None:
-        """Everything that trial launches. meanwhile: what this process can do while others compile."""
-        if self._workers is not None:
-            launches = list_launches(trial)
-            log.info("compiling %d kernels, once for this machine", len(launches))
-            self._workers.compile(launches, meanwhile)
-            self._finished.mark()
+        """What trial launches. meanwhile: what this process can do while others compile."""
+        if not self._wanted:
+            return
+        missing = self._known.missing(list_launches(trial))
+        if len(missing) > FEW_KERNELS:
+            log.info("compiling %d kernels, once for this machine", len(missing))
+            self._workers = self._workers or Workers(self._capability)
+            self._workers.compile(missing, meanwhile)
             log.info("kernels are compiled")
+        self._known.add(missing)
 
     def stop(self) -> None:
         """After a failure."""

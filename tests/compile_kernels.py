@@ -1,0 +1,81 @@
+"""python tests/compile_kernels.py MODEL KIND: Triton's front end on every kernel that bucketed steps of an
+engine launch, for a Hopper GPU that need not be there. Prints how many they are."""
+
+import dataclasses
+import json
+import sys
+from importlib import import_module
+
+import torch
+
+from slipstream.kernels import backend, precompile
+
+HOPPER = precompile._NoDevice(90)
+HOPPER.get_current_stream = lambda device: 0
+import_module("triton.runtime.driver").driver.set_active(HOPPER)
+# Before the launchers take these by name: tensors of a CPU stand for a GPU's.
+backend.use_triton = lambda tensor: True
+backend.pdl_options = lambda tensor: {"PDL": True, "launch_pdl": True}
+
+from slipstream.config.args import EngineArgs  # noqa: E402
+from slipstream.engine.plan import make_plan  # noqa: E402
+from slipstream.runner.build import make_bucketed, make_parts  # noqa: E402
+
+
+def launches_of(model: str, kind: str) -> list[str]:
+    plan = make_plan(
+        EngineArgs(
+            model=model, device="cpu", dtype="bfloat16", max_model_len=128, max_num_seqs=40,
+            num_gpu_blocks_override=4, max_num_batched_tokens=64,
+        )
+    )
+    plan = dataclasses.replace(
+        plan, attention_backend="triton", graph_sizes=(1, 8, 16, 32), token_buckets=(32, 64),
+        kv_cache_dtype="fp8" if kind == "float8" else "bfloat16", batch_invariant=kind == "invariant",
+    )
+    parts = make_parts(plan, torch.device("cpu"))
+    made = make_bucketed(parts)
+    made.attention.allocate(2)
+    with torch.inference_mode():
+        return precompile.list_launches(lambda: made.tick.launch_each_kind(made.shapes.all()))
+
+
+def to_ttir(launch: str) -> None:
+    """The first stage: Python to Triton's own representation, with all its checks of types."""
+    described = json.loads(launch)
+    data = json.loads(described["data"])
+    kernel = getattr(import_module(described["module"]), data["name"].rpartition(".")[2])
+    compiler, stop = import_module("triton.compiler.compiler"), RuntimeError("far enough")
+
+    class Stages(dict):
+        def __setitem__(self, name, stage):
+            if name != "ttir":
+                stage = halt
+            super().__setitem__(name, stage)
+
+    def halt(*_):
+        raise stop
+
+    make_backend = compiler.make_backend
+
+    def with_halting_stages(target):
+        found = make_backend(target)
+        add = found.add_stages
+        found.add_stages = lambda stages, *rest: (add(table := Stages(), *rest), stages.update(table))
+        return found
+
+    compiler.make_backend = with_halting_stages
+    try:
+        kernel.preload(described["data"])
+    except RuntimeError as error:
+        if error is not stop:
+            raise
+    finally:
+        compiler.make_backend = make_backend
+
+
+if __name__ == "__main__":
+    found = launches_of(*sys.argv[1:3])
+    for launch in found:
+        to_ttir(launch)
+    print(len(found), "kernels")

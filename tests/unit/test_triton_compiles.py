@@ -1,0 +1,29 @@
+"""Every Triton kernel that an engine launches passes Triton's compiler as far as its own language goes: the
+interpreter takes more Python than the compiler. No device and no assembler are needed.
+
+The launches are those of whole bucketed steps of tiny models, in a process of its own whose Triton believes
+in a Hopper GPU.
+"""
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+pytest.importorskip("triton")
+ROOT = Path(__file__).parents[2]
+
+
+@pytest.mark.parametrize("kind", ["plain", "float8", "invariant", "window"])
+def test_kernels_of_an_engine_compile(kind, tiny_model):
+    family = "mistral" if kind == "window" else "qwen3"
+    model = tiny_model(family, **(dict(sliding_window=24) if kind == "window" else {}))
+    env = {key: value for key, value in os.environ.items() if key != "TRITON_INTERPRET"}
+    done = subprocess.run(
+        [sys.executable, str(ROOT / "tests" / "compile_kernels.py"), str(model), kind],
+        env=env | {"OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)}, capture_output=True, text=True, timeout=280,
+    )
+    assert done.returncode == 0, done.stderr[-3000:]
+    assert int(done.stdout.split()[0]) > 25
