@@ -5,7 +5,9 @@ from __future__ import annotations
 
 import functools
 import logging
+import threading
 from collections.abc import Callable, Sequence
+from pathlib import Path
 
 import torch
 
@@ -19,6 +21,7 @@ from slipstream.runner.shapes import Shape
 
 log = logging.getLogger("slipstream.runner")
 
+READ_BYTES = 16 << 20
 # So many are compiled one after the other before workers have imported torch.
 FEW_KERNELS = 8
 # The pool while shapes are tried, before it has its size.
@@ -32,7 +35,10 @@ class Compiling:
     def __init__(self, device: torch.device, wanted: bool) -> None:
         self._capability = torch.cuda.get_device_capability(device)
         self._wanted, self._known = wanted, Known()
-        self._workers = Workers(self._capability) if wanted and not self._known else None
+        self._workers: Workers | None = None
+        if wanted and not self._known:
+            self._workers = Workers(self._capability)
+            threading.Thread(target=read_libraries, daemon=True).start()
 
     def compile(self, trial: Callable[[], None], meanwhile: Callable[[], None]) -> None:
         """What trial launches. meanwhile: what this process can do while others compile."""
@@ -50,6 +56,16 @@ class Compiling:
         """After a failure."""
         if self._workers is not None:
             self._workers.stop()
+
+
+def read_libraries() -> None:
+    """cuBLAS finds each kernel in some hundred megabytes of file when it is first needed. From a cold disk
+    that takes seconds in all, page by page; read from end to end beforehand, a fraction."""
+    mapped = Path("/proc/self/maps").read_text().split()
+    for file in sorted({word for word in mapped if "/libcublas" in word}):
+        with open(file, "rb", buffering=0) as library:
+            while library.read(READ_BYTES):
+                pass
 
 
 def multiply_once(plan: EnginePlan, device: torch.device) -> None:
