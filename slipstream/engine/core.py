@@ -58,6 +58,7 @@ class EngineCore:
         )
         self._depth = plan.steps_in_flight
         self._flight: deque[StepHandle] = deque()
+        self._device_end = 0.0
         self._tracer: Tracer | NoTracer = Tracer(plan.args.trace) if plan.args.trace else NoTracer()
         for name, choice in choices.items():
             log.info("%s: %s (%s)", name, choice.value, choice.reason)
@@ -106,7 +107,10 @@ class EngineCore:
         return True
 
     def _trace(self, handle: StepHandle, begin: float, end: float) -> None:
-        self._tracer.span("device", "step", handle.event.begin, handle.event.end, step=handle.step)
+        # A step that was launched while another ran begins when that one ends.
+        started = max(handle.event.begin, self._device_end)
+        self._device_end = handle.event.end
+        self._tracer.span("device", "step", started, self._device_end, step=handle.step)
         self._tracer.span("output", "apply", begin, end, step=handle.step)
 
     def close(self) -> None:

@@ -114,10 +114,11 @@ class CpuStream:
 class CudaEvent:
     """Recorded after the work's last kernel."""
 
-    __slots__ = ("_begin", "_event", "_value")
+    __slots__ = ("_begin", "_end", "_event", "_value")
 
     def __init__(self, value: Any, event: torch.cuda.Event, begin: float) -> None:
         self._value, self._event, self._begin = value, event, begin
+        self._end = 0.0
 
     @property
     def begin(self) -> float:
@@ -126,11 +127,12 @@ class CudaEvent:
 
     @property
     def end(self) -> float:
-        """When the host saw the end; the device's own times come from a profiler."""
-        return time.perf_counter()
+        """When the host saw the end, 0 before; the device's own times come from a profiler."""
+        return self._end
 
     def wait(self) -> Any:
         self._event.synchronize()
+        self._end = self._end or time.perf_counter()
         return self._value
 
     def done(self) -> bool:

@@ -12,7 +12,6 @@ from pathlib import Path
 
 import pytest
 
-pytest.importorskip("triton")
 ROOT = Path(__file__).parents[2]
 
 
