@@ -61,6 +61,7 @@ class LinearConfig:
 MOST_ROWS = 256
 # Inputs of a slab, and the elements of a weight up to which a layer counts as small.
 DEPTH, SMALL = 1024, 8 << 20
+VECTOR = LinearConfig("vector", rows=1, columns=8, depth=DEPTH, stages=3, folds=False)
 # One tile for any count of rows, so that a row's sums never depend on the batch.
 INVARIANT = LinearConfig("tile", rows=64, columns=64, depth=128, stages=3, folds=False)
 INVARIANT_FLOAT32 = LinearConfig("tile", rows=32, columns=32, depth=32, stages=2, folds=False)
@@ -87,14 +88,16 @@ def choose_linear_config(
     return _few_rows(op, rows, outputs, inputs) if rows <= 16 else _more_rows(op, rows, outputs, inputs)
 
 
-# What follows extends the measured shapes to others: small layers gain from one slab in flight a program,
-# large ones stream at cuBLAS's speed from two rows on.
+# What follows extends the measured shapes to others: small layers gain from weights read straight into
+# registers, large ones stream at cuBLAS's speed from two rows on.
 
 
 def _many_outputs(rows: int) -> LinearConfig | None:
     """Projection to a vocabulary."""
     if rows > 64:
         return None
+    if rows == 1:
+        return VECTOR
     if rows in range(9, 17):
         return LinearConfig("tile", rows=16, columns=128, depth=128, warps=8, stages=3, folds=False)
     return LinearConfig("tile", rows=_tile_rows(rows), columns=64, depth=128, stages=4, folds=False)
@@ -102,16 +105,14 @@ def _many_outputs(rows: int) -> LinearConfig | None:
 
 def _few_rows(op: Op, rows: int, outputs: int, inputs: int) -> LinearConfig | None:
     if outputs * inputs > SMALL:
-        if rows > 1:
-            return None
-        return LinearConfig("slab", 1, columns=16, depth=DEPTH, stages=1, folds=op == "plain")
-    if rows > 8 and op != "add":
+        return VECTOR if rows == 1 else None
+    if rows <= 8:
+        stages = min(6, ceil_div(inputs, 512))
+        return LinearConfig("direct", rows=8, columns=16, depth=512, stages=stages, folds=False)
+    if op != "add":
         return LinearConfig("tile", rows=16, columns=64, depth=128, stages=4, folds=False)
-    slabs, early = ceil_div(inputs, DEPTH), rows == 1
-    rows = next_power_of_2(rows)
-    if outputs <= 2048:
-        return LinearConfig("slab", rows, columns=8, depth=DEPTH, stages=slabs, early=early)
-    return LinearConfig("slab", rows, columns=16, depth=DEPTH, stages=min(slabs, 2), early=early)
+    columns = 8 if outputs <= 2048 else 16
+    return LinearConfig("slab", 16, columns=columns, depth=DEPTH, stages=min(3, ceil_div(inputs, DEPTH)))
 
 
 def _more_rows(op: Op, rows: int, outputs: int, inputs: int) -> LinearConfig | None:
