@@ -24,13 +24,13 @@ from slipstream import LLM, SamplingParams
 
 # Kernel name -> class; the first pattern that is found counts.
 CLASSES = (
-    ("attention", r"decode|varlen|list_|work_kernel|attend"),
+    ("attention", r"decode|varlen|list_|order_kernel|attend"),
     ("q, k, v", r"_write_kernel"),
     ("norm", r"norm_kernel"),
     ("gate", r"silu"),
     ("inputs, commit", r"_inputs_kernel|_commit_kernel|_scatter"),
     ("sampling", r"_pieces_kernel|_merge_kernel|sample|scan|draw|greedy|logprob|penal|mask|edit|search"),
-    ("products", r"gemm|gemv|cutlass|nvjet|splitK|cublas|slab|tile_kernel"),
+    ("products", r"gemm|gemv|cutlass|nvjet|splitK|cublas|slab|tile_kernel|vector_kernel|direct_kernel"),
 )
 
 
