@@ -41,7 +41,10 @@ class EngineArgs:
         default=None, metadata={"help": "number of KV blocks, instead of sizing"}
     )
     enable_prefix_caching: bool = field(default=True, metadata={"help": "reuse KV blocks of equal prefixes"})
-    async_scheduling: bool = field(default=True, metadata={"help": "plan step N+1 while step N runs"})
+    model_runner: str = field(default="auto", metadata={"help": "auto, v1 or v2; auto is v2"})
+    async_scheduling: bool | None = field(
+        default=None, metadata={"help": "plan step N+1 while step N runs (default: on for v2, off for v1)"}
+    )
     max_steps_in_flight: int | None = field(
         default=None, metadata={"help": "steps in flight with async scheduling"}
     )

@@ -55,11 +55,12 @@ def choose_for_device(
     choices: dict[str, Choice],
     *,
     device: str,
+    runner: str,
     dtype: str,
     max_num_seqs: int,
     max_num_batched_tokens: int,
 ) -> DeviceChoices:
-    """Adds a Choice for every field. device, dtype and the two limits are final. Raises ValueError."""
+    """Adds a Choice for every field. What is given by name is final. Raises ValueError."""
     attention = _attention_backend(args, facts, device, choices)
     kv_cache_dtype = _kv_cache_dtype(args, facts, attention, dtype, choices)
     compile_mode = _compile_mode(args, device, choices)
@@ -74,7 +75,7 @@ def choose_for_device(
         else "off by default: kernels are chosen for speed at each size",
         flag="--batch-invariant",
     )
-    sizes = _graph_sizes(args, attention, device, max_num_seqs, choices)
+    sizes = _graph_sizes(args, _no_graphs(args, attention, device, runner), max_num_seqs, choices)
     return DeviceChoices(
         attention_backend=attention,
         kv_cache_dtype=kv_cache_dtype,
@@ -123,7 +124,7 @@ def _kv_cache_dtype(
 
 
 def _compile_mode(args: EngineArgs, device: str, choices: dict[str, Choice]) -> str:
-    mode = _read_compile_mode(args.compilation_config)
+    mode = read_compile_mode(args.compilation_config)
     if mode != "none" and device == "cpu":
         raise ValueError(f"--compilation-config: mode {mode!r} is for cuda; on a CPU weights are packed")
     reason = "asked for" if args.compilation_config is not None else "off by default: no compiling at start"
@@ -131,7 +132,7 @@ def _compile_mode(args: EngineArgs, device: str, choices: dict[str, Choice]) -> 
     return mode
 
 
-def _read_compile_mode(config: str | dict[str, Any] | None) -> str:
+def read_compile_mode(config: str | dict[str, Any] | None) -> str:
     """The mode of a JSON object, as text or read already."""
     start = f"--compilation-config={config!r}: "
     try:
@@ -149,22 +150,29 @@ def _read_compile_mode(config: str | dict[str, Any] | None) -> str:
     return str(mode)
 
 
+def _no_graphs(args: EngineArgs, attention: str, device: str, runner: str) -> tuple[str, str]:
+    """Why every step is eager, and the flag that changes it; ("", "") where graphs are captured."""
+    if args.enforce_eager:
+        return "--enforce-eager: asked for", "--no-enforce-eager"
+    if runner == "v1":
+        return "runner v1 builds each step anew", "--model-runner"
+    if device == "cpu":
+        return "a CPU has none", "--device"
+    if attention != "triton":
+        return "attention in torch operations reads lengths on the host", "--attention-backend"
+    return "", ""
+
+
 def _graph_sizes(
-    args: EngineArgs, attention: str, device: str, max_num_seqs: int, choices: dict[str, Choice]
+    args: EngineArgs, off: tuple[str, str], max_num_seqs: int, choices: dict[str, Choice]
 ) -> tuple[int, ...]:
     """Lanes that a decode graph is captured for, ascending; none where steps run eagerly."""
     asked = args.cuda_graph_sizes
-    why_off = ""
-    if args.enforce_eager:
-        why_off = "--enforce-eager: asked for"
-    elif device == "cpu":
-        why_off = "a CPU has none"
-    elif attention != "triton":
-        why_off = "attention in torch operations reads lengths on the host"
+    why_off, flag = off
     if why_off:
         if asked is not None:
             raise ValueError(f"--cuda-graph-sizes: graphs are off ({why_off})")
-        choices["cuda_graphs"] = Choice(value="off", reason=why_off, flag="--enforce-eager")
+        choices["cuda_graphs"] = Choice(value="off", reason=why_off, flag=flag)
         return ()
     if asked is None:
         sizes, reason = default_graph_sizes(max_num_seqs), "the default: the whole step in one graph"

@@ -23,7 +23,8 @@ class Choice:
 class EnginePlan:
     """What runs. Numbers are final, strings have no "auto" left.
 
-    device: "cpu" or "cuda". dtype: torch's name of the weights' type. steps_in_flight: 1 is synchronous.
+    model_runner: whose step() runs. device: "cpu" or "cuda". dtype: torch's name of the weights' type.
+    steps_in_flight: 1 is synchronous, as v1 always is.
     num_blocks: None until the memory plan sized the pool (runner/memory.py), else fixed by a flag.
     attention_backend: whose kernels attend. kv_cache_dtype: torch's name of dtype, or "fp8" (float8_e4m3).
     batch_invariant: one choice of tiles for any batch. compile_mode: "none" or "stock_torch_compile", for the
@@ -34,6 +35,7 @@ class EnginePlan:
 
     args: EngineArgs
     spec: ModelSpec
+    model_runner: Literal["v1", "v2"]
     device: str
     dtype: str
     max_model_len: int

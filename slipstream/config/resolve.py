@@ -5,6 +5,8 @@ Raises ValueError that names the flag where a flag cannot be honoured; nothing i
 
 from __future__ import annotations
 
+import os
+from collections.abc import Mapping
 from dataclasses import asdict
 
 from slipstream.config.args import EngineArgs, flag_name
@@ -17,15 +19,17 @@ from slipstream.config.device import (
 )
 from slipstream.config.model import ModelSpec
 from slipstream.config.plan import Choice, EnginePlan
+from slipstream.config.runner import choose_runner, choose_steps_in_flight
 
 DTYPES = ("float32", "bfloat16", "float16")
 LOAD_FORMATS = ("auto", "safetensors", "gguf", "dummy")
 DEFAULT_MAX_NUM_SEQS = 256
-MAX_STEPS_IN_FLIGHT = 4
 
 
-def resolve(args: EngineArgs, spec: ModelSpec, facts: DeviceFacts) -> EnginePlan:
-    """The plan of one engine. Raises ValueError."""
+def resolve(
+    args: EngineArgs, spec: ModelSpec, facts: DeviceFacts, env: Mapping[str, str] = os.environ
+) -> EnginePlan:
+    """The plan of one engine. env: where variables that choose a runner are read. Raises ValueError."""
     _check(args)
     choices: dict[str, Choice] = {}
     device = _device(args, facts, choices)
@@ -33,15 +37,14 @@ def resolve(args: EngineArgs, spec: ModelSpec, facts: DeviceFacts) -> EnginePlan
     max_model_len = _max_model_len(args, spec, choices)
     max_num_seqs = args.max_num_seqs or DEFAULT_MAX_NUM_SEQS
     batched = _batched_tokens(args, device, max_num_seqs, choices)
-    choices["model_runner"] = Choice(
-        value="v2", reason="the only runner: rows on the device, for every configuration"
-    )
-    steps = _steps_in_flight(args, choices)
+    vote = choose_runner(args, facts, env, choices, device=device)
+    steps = choose_steps_in_flight(args, vote, choices)
     chosen = choose_for_device(
         args,
         facts,
         choices,
         device=device,
+        runner=vote.runner,
         dtype=dtype,
         max_num_seqs=max_num_seqs,
         max_num_batched_tokens=batched,
@@ -64,6 +67,7 @@ def resolve(args: EngineArgs, spec: ModelSpec, facts: DeviceFacts) -> EnginePlan
     return EnginePlan(
         args=args,
         spec=spec,
+        model_runner=vote.runner,
         device=device,
         dtype=dtype,
         max_model_len=max_model_len,
@@ -167,25 +171,6 @@ def _batched_tokens(args: EngineArgs, device: str, max_num_seqs: int, choices: d
         value=max_num_seqs, reason=f"rows of the table, {asked}", flag="--max-num-seqs"
     )
     return value
-
-
-def _steps_in_flight(args: EngineArgs, choices: dict[str, Choice]) -> int:
-    steps = args.max_steps_in_flight
-    if not args.async_scheduling and steps not in (None, 1):
-        raise ValueError(
-            f"--max-steps-in-flight={steps} contradicts --no-async-scheduling, which is one step"
-        )
-    if steps is not None and steps > MAX_STEPS_IN_FLIGHT:
-        raise ValueError(f"--max-steps-in-flight={steps}: must be at most {MAX_STEPS_IN_FLIGHT}")
-    steps = steps or (2 if args.async_scheduling else 1)
-    on = steps > 1
-    reason = (
-        f"{steps} steps in flight: step N+1 is planned while step N runs"
-        if on
-        else "asked for: one step in flight"
-    )
-    choices["async_scheduling"] = Choice(value=on, reason=reason, flag="--no-async-scheduling")
-    return steps
 
 
 def _kv_cache(args: EngineArgs) -> Choice:
