@@ -121,6 +121,13 @@ def check_params(params: SamplingParams) -> None:
         raise BadRequest("stop", params.stop, "stop strings need detokenize=True")
 
 
+def count_logprobs(asked: int | None, vocab_size: int) -> int:
+    """Number of top logprobs: -1 where none are asked for; the vocabulary where all are (-1 of the API)."""
+    if asked is None:
+        return -1
+    return vocab_size if asked == -1 else min(asked, vocab_size)
+
+
 def check_request(
     prompt_token_ids: Sequence[int],
     params: SamplingParams,

@@ -15,22 +15,18 @@ from typing import cast
 import numpy as np
 import torch
 
-from slipstream.attention.paged_torch import PagedTorchAttention
-from slipstream.attention.paged_triton import PagedTritonAttention
+from slipstream.attention.protocol import AttentionBackend
 from slipstream.config.plan import EnginePlan
 from slipstream.contracts.step import StepPlan
-from slipstream.loading import load_model
-from slipstream.loading.kv_scales import read_kv_scales
+from slipstream.loading.from_plan import load_planned, make_attention
 from slipstream.models.base import Model
-from slipstream.models.compiled import CompiledModel
 from slipstream.rows.doors import OutDoor
 from slipstream.rows.stream import CpuStream, CudaStream, Stream
 from slipstream.rows.table import RowTable
 from slipstream.runner.bucket_tick import BucketTick
 from slipstream.runner.lanes import LOGPROBS
-from slipstream.runner.memory import MemoryPlan, size_kv_pool
-from slipstream.runner.memory_cpu import measure_peak, measured_cpu
-from slipstream.runner.memory_cuda import CudaMemory
+from slipstream.runner.memory import MemoryPlan
+from slipstream.runner.memory_eager import plan_eager_memory
 from slipstream.runner.runner import ModelRunner
 from slipstream.runner.shapes import Shapes
 from slipstream.runner.tick import EagerTick, Tick
@@ -39,9 +35,6 @@ from slipstream.sampling.pipeline import Pipeline, default_features
 
 log = logging.getLogger("slipstream.runner")
 
-# Tokens of the CPU profile step; activations grow in proportion to tokens, so the measure is scaled up to the
-# largest step. (A whole step of 512 tokens costs a second at start.)
-PROFILE_TOKENS = 128
 # Top logprobs that graphs compute; requests that ask for more get eager steps.
 GRAPH_LOGPROBS = 20
 
@@ -104,19 +97,7 @@ def build_runner(plan: EnginePlan) -> BuiltRunner:
 
 @torch.inference_mode()
 def make_parts(plan: EnginePlan, device: torch.device) -> Parts:
-    args, vocab_size = plan.args, plan.spec.vocab_size
-    model: Model = load_model(
-        args.model,
-        plan.spec,
-        dtype=getattr(torch, plan.dtype),
-        device=device,
-        load_format=args.load_format,
-        seed=args.seed,
-        fused=plan.attention_backend == "triton" and plan.compile_mode == "none",
-        batch_invariant=plan.batch_invariant,
-    )
-    if plan.compile_mode != "none":
-        model = CompiledModel(model)
+    model, vocab_size = load_planned(plan, device), plan.spec.vocab_size
     lanes = plan.max_num_seqs if plan.attention_backend == "triton" else 0
     pipeline = Pipeline(default_features(vocab_size, lanes, device), vocab_size, device)
     slots = plan.steps_in_flight + 1
@@ -133,28 +114,15 @@ def make_parts(plan: EnginePlan, device: torch.device) -> Parts:
 
 
 def _build_eager(parts: Parts, stream: Stream) -> BuiltRunner:
-    plan, model = parts.plan, parts.model
-    attention = PagedTorchAttention(
-        model.attention, plan.block_size, model.activation_dtype, parts.device
+    attention = make_attention(parts.plan, parts.model, parts.device)
+    runner = parts.runner(EagerTick(parts.table, parts.model, attention, parts.pipeline), stream)
+    memory = plan_eager_memory(
+        parts.plan,
+        parts.model.num_bytes,
+        attention.bytes_per_block(),
+        lambda blocks: stream.submit(lambda: attention.allocate(blocks)).wait(),
+        lambda tokens: runner.step(_padding_plan(runner.table.padding_row, tokens)).wait(),
     )
-    runner = parts.runner(EagerTick(parts.table, model, attention, parts.pipeline), stream)
-    stream.submit(lambda: attention.allocate(1)).wait()
-    on_cpu = parts.device.type == "cpu"
-    tokens = min(plan.max_num_batched_tokens, plan.max_model_len)
-    tokens = min(PROFILE_TOKENS, tokens) if on_cpu else tokens
-    step = _padding_plan(runner.table.padding_row, tokens)
-    if not on_cpu:
-        memory_of = CudaMemory(parts.device)
-        memory_of.profile(lambda: runner.step(step).wait())
-        measured = memory_of.measured(plan)
-    else:
-        peak = measure_peak(lambda: runner.step(step).wait())
-        logits = 4 * plan.spec.vocab_size * plan.max_num_seqs
-        activations = peak // tokens * plan.max_num_batched_tokens + logits
-        measured = measured_cpu(plan, model.num_bytes, activations)
-    memory = size_kv_pool(plan, measured, attention.bytes_per_block())
-    stream.submit(lambda: attention.allocate(memory.num_blocks)).wait()
-    log.info("memory: %s", memory.describe())
     return parts.built(runner, memory)
 
 
@@ -162,25 +130,15 @@ def _build_eager(parts: Parts, stream: Stream) -> BuiltRunner:
 class Bucketed:
     """What a bucketed runner has beside Parts."""
 
-    attention: PagedTritonAttention
+    attention: AttentionBackend
     shapes: Shapes
     tick: BucketTick
 
 
 def make_bucketed(parts: Parts) -> Bucketed:
     """The KV pool is not there yet."""
-    plan, model = parts.plan, parts.model
-    float8, stored = plan.kv_cache_dtype == "fp8", plan.args.load_format != "dummy"
-    attention = PagedTritonAttention(
-        model.attention,
-        plan.block_size,
-        model.activation_dtype,
-        parts.device,
-        max_lanes=plan.max_num_seqs,
-        kv_dtype=torch.float8_e4m3fn if float8 else None,
-        kv_scales=read_kv_scales(plan.args.model, plan.spec.num_layers) if float8 and stored else (),
-        batch_invariant=plan.batch_invariant,
-    )
+    plan = parts.plan
+    attention = make_attention(plan, parts.model, parts.device)
     shapes = Shapes(
         _ending_in(plan.max_num_seqs, plan.graph_sizes),
         _ending_in(plan.max_num_batched_tokens, plan.token_buckets),
@@ -189,7 +147,7 @@ def make_bucketed(parts: Parts) -> Bucketed:
     )
     tick = BucketTick(
         parts.table,
-        model,
+        parts.model,
         attention,
         parts.pipeline,
         shapes,

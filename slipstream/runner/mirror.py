@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import numpy as np
 
+from slipstream.contracts.limits import count_logprobs
 from slipstream.contracts.step import Admission, StepPlan
 
 Array = np.ndarray
@@ -22,8 +23,8 @@ class RowMirror:
     def admit(self, admission: Admission, features: int, vocab_size: int) -> None:
         row, params = admission.row, admission.request.params
         self.features[row] = features
-        self.logprobs[row] = _count(params.logprobs, vocab_size)
-        self.prompt_logprobs[row] = _count(params.prompt_logprobs, vocab_size)
+        self.logprobs[row] = count_logprobs(params.logprobs, vocab_size)
+        self.prompt_logprobs[row] = count_logprobs(params.prompt_logprobs, vocab_size)
         self.prompt_len[row] = len(admission.request.prompt_token_ids)
         self.computed_bound[row] = admission.num_cached
 
@@ -32,10 +33,3 @@ class RowMirror:
         bound_L: Array = self.computed_bound[plan.lane_row] + plan.lane_query_len
         self.computed_bound[plan.lane_row] = bound_L
         return bound_L
-
-
-def _count(asked: int | None, vocab_size: int) -> int:
-    """Number of top logprobs: -1 for none asked; the vocabulary where all are asked (-1 of the API)."""
-    if asked is None:
-        return -1
-    return vocab_size if asked == -1 else min(asked, vocab_size)
