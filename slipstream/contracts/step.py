@@ -78,6 +78,12 @@ class StepPlan:
     grant_index: Array = field(default_factory=empty_i32)
     grant_block: Array = field(default_factory=empty_i32)
 
+    def fresh_blocks(self) -> Array:
+        """int32, new blocks that will be read half full: a prompt's last one, and those granted for
+        decoding."""
+        last = [admission.blocks[-1:] for admission in self.admissions]
+        return np.concatenate([*last, self.grant_block]) if last else self.grant_block
+
 
 @dataclass(slots=True)
 class TokenLogprobs:

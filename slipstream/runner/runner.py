@@ -54,7 +54,7 @@ class ModelRunner:
         scores = prompt_scores(lanes, self._mirror, bound_L)
         writes = self.table.flush()
         slot, record = self._records.take()
-        work = StepWork(writes, lanes, bound_L, scores, record, _fresh_blocks(plan))
+        work = StepWork(writes, lanes, bound_L, scores, record, plan.fresh_blocks())
         event = self.stream.submit(lambda: self._tick.run(work))
         writes.done_by(event)
         handle = StepHandle(plan.step, work, event)
@@ -84,9 +84,3 @@ class ModelRunner:
 
     def close(self) -> None:
         self.stream.close()
-
-
-def _fresh_blocks(plan: StepPlan) -> np.ndarray:
-    """New blocks that will be read half full: a prompt's last one, and those granted for decoding."""
-    last = [admission.blocks[-1:] for admission in plan.admissions]
-    return np.concatenate([*last, plan.grant_block]) if last else plan.grant_block

@@ -1,0 +1,121 @@
+"""A step's batch, made anew from its requests.
+
+Legend: T tokens, L lanes, B blocks, N sampling lanes.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+
+from slipstream.attention.protocol import AttentionBatch
+from slipstream.contracts.step import StepPlan
+from slipstream.runner_v1.request import Declared, LiveRequest
+
+Tensor = torch.Tensor
+
+NULL_BLOCK = 0
+
+
+@dataclass(frozen=True, slots=True)
+class Lane:
+    """A live request's place in the step. index, row: of the plan; first_token: among the step's tokens."""
+
+    index: int
+    row: int
+    request: LiveRequest
+    query_len: int
+    samples: bool
+    first_token: int
+
+    @property
+    def last_token(self) -> int:
+        return self.first_token + self.query_len - 1
+
+    @property
+    def end(self) -> int:
+        """KV positions after the step, until num_computed moves."""
+        return self.request.num_computed + self.query_len
+
+
+def live_lanes(plan: StepPlan, requests: Mapping[int, LiveRequest]) -> list[Lane]:
+    """The plan's lanes without those whose request has ended."""
+    lanes: list[Lane] = []
+    tokens = 0
+    columns = zip(
+        plan.lane_row.tolist(), plan.lane_query_len.tolist(), plan.lane_samples.tolist(), strict=True
+    )
+    for index, (row, query_len, samples) in enumerate(columns):
+        request = requests[row]
+        if not request.finish:
+            lanes.append(Lane(index, row, request, query_len, samples, tokens))
+            tokens += query_len
+    return lanes
+
+
+@dataclass(frozen=True, slots=True)
+class Batch:
+    """token_T, position_T: int64 on the device."""
+
+    token_T: Tensor
+    position_T: Tensor
+    attention: AttentionBatch
+
+
+def build_batch(lanes: Sequence[Lane], num_decode_lanes: int, block_size: int, device: torch.device) -> Batch:
+    """num_decode_lanes: of these lanes, which they come first among."""
+    tokens: list[int] = []
+    positions: list[int] = []
+    slots: list[int] = []
+    for lane in lanes:
+        request = lane.request
+        begin, end, blocks = request.num_computed, lane.end, request.blocks
+        tokens += request.tokens[begin:end]
+        positions += range(begin, end)
+        slots += [blocks[p // block_size] * block_size + p % block_size for p in range(begin, end)]
+    starts = [*(lane.first_token for lane in lanes), len(tokens)]
+    ends = [lane.end for lane in lanes]
+    position_T = torch.tensor(positions, device=device)
+    attention = AttentionBatch(
+        query_start_L1=torch.tensor(starts, dtype=torch.int32, device=device),
+        length_L=torch.tensor(ends, dtype=torch.int32, device=device),
+        position_T=position_T,
+        slot_T=torch.tensor(slots, device=device),
+        row_L=torch.arange(len(lanes), device=device),
+        blocks_RB=_padded([lane.request.blocks for lane in lanes], NULL_BLOCK).to(device),
+        query_len_L=np.array([lane.query_len for lane in lanes], np.int32),
+        length_bound_L=np.array(ends, np.int32),
+        num_decode_lanes=num_decode_lanes,
+    )
+    return Batch(torch.tensor(tokens, device=device), position_T, attention)
+
+
+class SamplingColumns(Mapping[str, Tensor]):
+    """The columns that sampling features read, on the CPU, a line a sampling lane; each is stacked when it is
+    asked for, which spares those that nobody in the batch uses."""
+
+    def __init__(self, requests: Sequence[LiveRequest], declared: Declared) -> None:
+        self._requests, self._declared = requests, declared
+
+    def __getitem__(self, name: str) -> Tensor:
+        if name == "tokens":
+            return _padded([request.tokens for request in self._requests], 0)
+        column = self._declared[name]
+        absent = column.default if column.width == 1 else [column.default] * column.width
+        lines = [request.sampling.get(name, absent) for request in self._requests]
+        return torch.from_numpy(np.array(lines, np.float32 if column.dtype == "f32" else np.int32))
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(("tokens", *self._declared))
+
+    def __len__(self) -> int:
+        return 1 + len(self._declared)
+
+
+def _padded(lines: Sequence[list[int]], filler: int) -> Tensor:
+    """int32 [lines, the longest], filled up at the ends."""
+    width = max(map(len, lines))
+    return torch.tensor([line + [filler] * (width - len(line)) for line in lines], dtype=torch.int32)
