@@ -17,9 +17,8 @@ from slipstream.contracts.limits import ModelLimits
 from slipstream.contracts.outputs import EngineOutputs
 from slipstream.contracts.request import EngineRequest
 from slipstream.engine.client import EngineInfo
+from slipstream.engine.runners import Handle, build_runner
 from slipstream.observe.trace import NoTracer, Tracer
-from slipstream.runner.build import build_runner
-from slipstream.runner.handle import StepHandle
 from slipstream.scheduler import Scheduler, SchedulerConfig
 
 log = logging.getLogger("slipstream.engine")
@@ -57,7 +56,7 @@ class EngineCore:
             plan={name: dataclasses.asdict(choice) for name, choice in choices.items()},
         )
         self._depth = plan.steps_in_flight
-        self._flight: deque[StepHandle] = deque()
+        self._flight: deque[Handle] = deque()
         self._device_end = 0.0
         self._tracer: Tracer | NoTracer = Tracer(plan.args.trace) if plan.args.trace else NoTracer()
         for name, choice in choices.items():
@@ -106,7 +105,7 @@ class EngineCore:
         self._tracer.span("runner", "submit", middle, end, **facts)
         return True
 
-    def _trace(self, handle: StepHandle, begin: float, end: float) -> None:
+    def _trace(self, handle: Handle, begin: float, end: float) -> None:
         # A step that was launched while another ran begins when that one ends.
         started = max(handle.event.begin, self._device_end)
         self._device_end = handle.event.end
