@@ -17,6 +17,7 @@ LEVELS = (
     ("loading",),
     ("text",),
     ("runner", "scheduler"),
+    ("runner_v1",),
     ("engine",),
     ("api",),
     ("server",),
@@ -25,6 +26,9 @@ LEVELS = (
 )
 LEVEL_OF = {part: level for level, parts in enumerate(LEVELS) for part in parts}
 WITHOUT_TORCH = {"contracts", "observe", "errors", "config", "text", "scheduler", "server", "cli", ""}
+DELETABLE = {"runner_v1"}
+# All that the old runner takes of the new one: what a device's memory is, and how columns are declared.
+RUNNER_V1_MAY_IMPORT = ("slipstream.runner.memory", "slipstream.rows.columns.")
 KERNELS_MAY_IMPORT = {"torch", "triton", "numpy", "slipstream"}
 MODULES_OF_OURS = 2  # slipstream and what it needs at once
 PACKAGE = sources("slipstream")
@@ -39,7 +43,7 @@ def part_of(imported: str) -> str | None:
 
 
 def test_every_part_has_its_level():
-    assert {source.part for source in PACKAGE} == set(LEVEL_OF)
+    assert {source.part for source in PACKAGE} | DELETABLE == set(LEVEL_OF)
 
 
 def test_imports_go_down_only():
@@ -71,6 +75,28 @@ def test_kernels_know_tensors_only():
         for source in PACKAGE
         for imported in source.imports()
         if source.part == "kernels" and imported.split(".")[0] not in allowed
+    ]
+    assert not wrong, "\n".join(wrong)
+
+
+def test_nobody_imports_what_may_be_deleted():
+    wrong = [
+        f"{source.name} imports {imported}"
+        for source in PACKAGE
+        for imported in source.imports()
+        if part_of(imported) in DELETABLE - {source.part}
+    ]
+    assert not wrong, "\n".join(wrong)
+
+
+def test_the_old_runner_has_no_row_table_and_nothing_of_the_new_ones_steps():
+    wrong = [
+        f"{source.name} imports {imported}"
+        for source in PACKAGE
+        for imported in source.imports()
+        if source.part == "runner_v1"
+        and part_of(imported) in ("runner", "rows")
+        and not imported.startswith(RUNNER_V1_MAY_IMPORT)
     ]
     assert not wrong, "\n".join(wrong)
 
