@@ -5,7 +5,16 @@ from __future__ import annotations
 import sys
 from collections.abc import Sequence
 
-from slipstream.cli import bench_latency, bench_offline, bench_step, chat, demo_model, generate, serve
+from slipstream.cli import (
+    bench_latency,
+    bench_offline,
+    bench_step,
+    chat,
+    demo_model,
+    explain,
+    generate,
+    serve,
+)
 from slipstream.cli.flags import Parser
 from slipstream.contracts.errors import EngineError
 from slipstream.observe.version import package_version
@@ -16,7 +25,7 @@ def build_parser() -> Parser:
     parser = Parser(prog="slipstream", description="LLM inference with rows that live on the device.")
     parser.add_argument("--version", action="version", version=f"slipstream {package_version()}")
     commands = parser.add_subparsers(title="commands", metavar="COMMAND", required=True)
-    for command in (serve, generate, chat, demo_model):
+    for command in (serve, generate, chat, explain, demo_model):
         command.add_parser(commands)
     benches = commands.add_parser("bench", help="measure", description="Benchmarks.")
     kinds = benches.add_subparsers(title="benchmarks", metavar="BENCHMARK", required=True)

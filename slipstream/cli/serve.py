@@ -20,6 +20,12 @@ def add_parser(subparsers: Any) -> None:
         usage="slipstream serve MODEL [flags]",
     )
     add_engine_flags(parser)
+    add_server_flags(parser)
+    parser.set_defaults(run=run)
+
+
+def add_server_flags(parser: argparse.ArgumentParser) -> None:
+    """Where and how to listen: nothing that the engine's plan depends on."""
     group = parser.add_argument_group("server")
     group.add_argument("--host", default="127.0.0.1", help="address to listen on (default: %(default)s)")
     group.add_argument("--port", type=int, default=8000, help="0 takes a free one (default: %(default)s)")
@@ -40,7 +46,6 @@ def add_parser(subparsers: Any) -> None:
         help="of the HTTP server's log (default: %(default)s)",
     )
     group.add_argument("--disable-uvicorn-access-log", action="store_true", help="no line for each request")
-    parser.set_defaults(run=run)
 
 
 def run(options: argparse.Namespace) -> int:

@@ -63,6 +63,9 @@ class EngineArgs:
     compilation_config: str | dict[str, Any] | None = field(
         default=None, metadata={"help": 'JSON object: {"mode": "none"} or {"mode": "stock_torch_compile"}'}
     )
+    speculative_config: str | dict[str, Any] | None = field(
+        default=None, metadata={"help": 'JSON object such as {"method": "ngram"}; not there yet'}
+    )
     max_logprobs: int = field(
         default=20, metadata={"help": "most logprobs a request may ask; -1: the vocabulary"}
     )

@@ -6,11 +6,12 @@ Raises ValueError that names the flag where one cannot be honoured.
 
 from __future__ import annotations
 
-import json
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, field
 from typing import Any, Literal
 
 from slipstream.config.args import EngineArgs, flag_name
+from slipstream.config.json_flag import JsonFlag, read_object
 from slipstream.config.plan import Choice
 
 # A CPU computes about 500 to 1,000 prompt tokens a second: larger steps would stall the running decodes.
@@ -28,13 +29,28 @@ SMALLEST_TOKEN_BUCKET = 32
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DeviceFacts:
     """What the machine has. kind: the best device there is; memory_bytes: that device's memory; has_triton:
-    Triton's kernels run on it (on a CPU: interpreted); capability: CUDA's compute capability."""
+    Triton's kernels run on it (on a CPU: interpreted); capability: CUDA's compute capability; assumed: the
+    machine is another, this one has no such device. cpu_activations: torch's name of the weights' type ->
+    that of activations, where a CPU's kernels change it."""
 
     kind: Literal["cpu", "cuda"]
     name: str
     memory_bytes: int
     has_triton: bool = False
     capability: tuple[int, int] = (0, 0)
+    assumed: bool = False
+    cpu_activations: Mapping[str, str] = field(default_factory=dict)
+
+
+# What `explain --device cuda` assumes where there is no CUDA device.
+ASSUMED_CUDA = DeviceFacts(
+    kind="cuda",
+    name="NVIDIA H200",
+    memory_bytes=140 << 30,
+    has_triton=True,
+    capability=(9, 0),
+    assumed=True,
+)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -62,7 +78,8 @@ def choose_for_device(
 ) -> DeviceChoices:
     """Adds a Choice for every field. What is given by name is final. Raises ValueError."""
     attention = _attention_backend(args, facts, device, choices)
-    kv_cache_dtype = _kv_cache_dtype(args, facts, attention, dtype, choices)
+    activations = facts.cpu_activations.get(dtype, dtype) if device == "cpu" else dtype
+    kv_cache_dtype = _kv_cache_dtype(args, facts, attention, activations, choices)
     compile_mode = _compile_mode(args, device, choices)
     if args.batch_invariant and attention != "triton":
         raise ValueError(f"--batch-invariant: needs Triton's attention; on this {device} it is in torch")
@@ -107,11 +124,11 @@ def _attention_backend(
 
 
 def _kv_cache_dtype(
-    args: EngineArgs, facts: DeviceFacts, attention: str, dtype: str, choices: dict[str, Choice]
+    args: EngineArgs, facts: DeviceFacts, attention: str, activations: str, choices: dict[str, Choice]
 ) -> str:
     asked = args.kv_cache_dtype
     if asked == "auto":
-        value, reason = dtype, "the type of the weights"
+        value, reason = activations, "the type that layers compute in"
     elif attention != "triton":
         raise ValueError(f"--kv-cache-dtype={asked}: needs Triton's attention, and here it is in torch")
     elif facts.kind == "cuda" and facts.capability < FP8_CAPABILITY:
@@ -132,15 +149,10 @@ def _compile_mode(args: EngineArgs, device: str, choices: dict[str, Choice]) -> 
     return mode
 
 
-def read_compile_mode(config: str | dict[str, Any] | None) -> str:
+def read_compile_mode(config: JsonFlag) -> str:
     """The mode of a JSON object, as text or read already."""
     start = f"--compilation-config={config!r}: "
-    try:
-        fields = json.loads(config) if isinstance(config, str) else config or {}
-    except json.JSONDecodeError as error:
-        raise ValueError(f"{start}not valid JSON: {error}") from None
-    if not isinstance(fields, dict):
-        raise ValueError(f'{start}must be an object such as {{"mode": "none"}}')
+    fields = read_object("compilation_config", config)
     unknown = sorted(fields.keys() - {"mode"})
     if unknown:
         raise ValueError(f"{start}unknown field {unknown[0]!r}; the one there is: mode")

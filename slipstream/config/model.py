@@ -35,7 +35,8 @@ class RopeSpec:
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ModelSpec:
     """A dense decoder. windows: sliding-window size of each layer, None for full attention; end_token_ids:
-    from generation_config.json and config.json; max_model_len: the most positions the model was made for."""
+    from generation_config.json and config.json; max_model_len: the most positions the model was made for;
+    quantization: ggml's name of the type that most weights are stored in, or "none"."""
 
     architecture: str
     vocab_size: int
@@ -58,3 +59,4 @@ class ModelSpec:
     bos_token_id: int | None = None
     end_token_ids: tuple[int, ...] = ()
     dtype: str = "bfloat16"
+    quantization: str = "none"

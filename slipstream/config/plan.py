@@ -26,11 +26,12 @@ class EnginePlan:
     model_runner: whose step() runs. device: "cpu" or "cuda". dtype: torch's name of the weights' type.
     steps_in_flight: 1 is synchronous, as v1 always is.
     num_blocks: None until the memory plan sized the pool (runner/memory.py), else fixed by a flag.
-    attention_backend: whose kernels attend. kv_cache_dtype: torch's name of dtype, or "fp8" (float8_e4m3).
+    attention_backend: whose kernels attend. kv_cache_dtype: torch's name of a type, or "fp8" (float8_e4m3).
     batch_invariant: one choice of tiles for any batch. compile_mode: "none" or "stock_torch_compile", for the
     model's forward. graph_sizes: decoding lanes of each CUDA graph, ascending; empty: every step is eager.
     token_buckets: tokens of each graph of a mixed step, ascending; empty with graph_sizes.
-    choices: decision name -> Choice, in the order that `slipstream explain` prints.
+    choices: decision name -> Choice, in the order that `slipstream explain` prints. vllm_0_31: decision name
+    -> what vLLM 0.31.0 would choose.
     """
 
     args: EngineArgs
@@ -52,3 +53,4 @@ class EnginePlan:
     graph_sizes: tuple[int, ...]
     token_buckets: tuple[int, ...]
     choices: dict[str, Choice]
+    vllm_0_31: dict[str, Choice]

@@ -17,20 +17,36 @@ from slipstream.config.device import (
     DeviceFacts,
     choose_for_device,
 )
+from slipstream.config.json_flag import Speculation, read_speculation
 from slipstream.config.model import ModelSpec
+from slipstream.config.model_choices import check_front_end, kv_cache_choice, model_choices
 from slipstream.config.plan import Choice, EnginePlan
 from slipstream.config.runner import choose_runner, choose_steps_in_flight
+from slipstream.config.vllm_rules import vllm_choices, vllm_facts
 
+# As people read it: what runs, on what, with how much.
+ORDER = (
+    "model_runner", "async_scheduling", "speculation", "device", "attention_backend", "cuda_graphs",
+    "compile_mode", "batch_invariant", "parallel", "kv_cache", "kv_cache_dtype", "prefix_caching", "dtype",
+    "quantization", "load_format", "max_model_len", "max_num_seqs", "max_num_batched_tokens",
+    "scheduling_policy", "max_logprobs", "tokenizer", "chat_template",
+)  # fmt: skip
 DTYPES = ("float32", "bfloat16", "float16")
 LOAD_FORMATS = ("auto", "safetensors", "gguf", "dummy")
 DEFAULT_MAX_NUM_SEQS = 256
 
 
 def resolve(
-    args: EngineArgs, spec: ModelSpec, facts: DeviceFacts, env: Mapping[str, str] = os.environ
+    args: EngineArgs,
+    spec: ModelSpec,
+    facts: DeviceFacts,
+    env: Mapping[str, str] = os.environ,
+    own_template: str = "",
 ) -> EnginePlan:
-    """The plan of one engine. env: where variables that choose a runner are read. Raises ValueError."""
+    """The plan of one engine. env: where variables that choose a runner are read. own_template: where the
+    model keeps its chat template, empty where it has none. Raises ValueError."""
     _check(args)
+    check_front_end(args)
     choices: dict[str, Choice] = {}
     device = _device(args, facts, choices)
     dtype = _dtype(args, spec, device, choices)
@@ -49,21 +65,17 @@ def resolve(
         max_num_seqs=max_num_seqs,
         max_num_batched_tokens=batched,
     )
-    choices["kv_cache"] = _kv_cache(args)
-    choices["prefix_caching"] = Choice(
-        value=args.enable_prefix_caching,
-        reason="asked for"
-        if not args.enable_prefix_caching
-        else "on by default: equal prefixes share blocks",
-        flag="--no-enable-prefix-caching",
+    choices["speculation"] = _speculation(args)
+    choices["parallel"] = Choice(
+        value={"tensor_parallel_size": 1, "pipeline_parallel_size": 1, "data_parallel_size": 1},
+        reason="one device: there are no other layouts",
     )
-    choices["scheduling_policy"] = Choice(
-        value=args.scheduling_policy,
-        reason="first come, first served"
-        if args.scheduling_policy == "fcfs"
-        else "lower priority numbers first",
-        flag="--scheduling-policy",
+    choices["kv_cache"] = kv_cache_choice(
+        args, spec, device, chosen.kv_cache_dtype, max_model_len, max_num_seqs
     )
+    _scheduling(args, choices)
+    choices["max_logprobs"] = _max_logprobs(args, spec)
+    choices |= model_choices(args, spec, dtype, own_template)
     return EnginePlan(
         args=args,
         spec=spec,
@@ -76,8 +88,9 @@ def resolve(
         block_size=args.block_size,
         steps_in_flight=steps,
         num_blocks=args.num_gpu_blocks_override,
-        max_logprobs=_max_logprobs(args, spec),
-        choices=choices,
+        max_logprobs=choices["max_logprobs"].value,
+        choices={name: choices[name] for name in ORDER},
+        vllm_0_31=vllm_choices(vllm_facts(args, facts, env)),
         **asdict(chosen),
     )
 
@@ -125,6 +138,8 @@ def _device(args: EngineArgs, facts: DeviceFacts, choices: dict[str, Choice]) ->
         raise ValueError("--device=cuda: this machine has no CUDA device")
     device = facts.kind if args.device == "auto" else args.device
     reason = f"found {facts.name}" if args.device == "auto" else "asked for"
+    if facts.assumed and device == facts.kind:
+        reason = f"asked for; this machine has none, so {facts.name} with Triton is assumed"
     choices["device"] = Choice(value=device, reason=reason, flag="--device")
     return device
 
@@ -173,29 +188,36 @@ def _batched_tokens(args: EngineArgs, device: str, max_num_seqs: int, choices: d
     return value
 
 
-def _kv_cache(args: EngineArgs) -> Choice:
-    if args.num_gpu_blocks_override is not None:
-        return Choice(
-            value=f"{args.num_gpu_blocks_override} blocks",
-            reason="asked for",
-            flag="--num-gpu-blocks-override",
-        )
-    if args.kv_cache_memory_bytes is not None:
-        return Choice(
-            value=f"{args.kv_cache_memory_bytes} bytes", reason="asked for", flag="--kv-cache-memory-bytes"
-        )
-    return Choice(
-        value=f"{args.gpu_memory_utilization:.0%} of memory",
-        reason="what weights and activations leave, on a CPU at most 4 GiB",
-        flag="--gpu-memory-utilization",
+def _scheduling(args: EngineArgs, choices: dict[str, Choice]) -> None:
+    choices["prefix_caching"] = Choice(
+        value=args.enable_prefix_caching,
+        reason="on by default: equal prefixes share blocks" if args.enable_prefix_caching else "asked for",
+        flag="--no-enable-prefix-caching" if args.enable_prefix_caching else "--enable-prefix-caching",
+    )
+    first_come = args.scheduling_policy == "fcfs"
+    choices["scheduling_policy"] = Choice(
+        value=args.scheduling_policy,
+        reason="first come, first served" if first_come else "lower priority numbers first",
+        flag="--scheduling-policy",
     )
 
 
-def _max_logprobs(args: EngineArgs, spec: ModelSpec) -> int:
-    if args.max_logprobs == -1:
-        return spec.vocab_size
-    if args.max_logprobs < 0:
-        raise ValueError(
-            f"--max-logprobs={args.max_logprobs}: must be at least 0, or -1 for the whole vocabulary"
-        )
-    return min(args.max_logprobs, spec.vocab_size)
+def no_speculation(asked: Speculation) -> str:
+    """Why --speculative-config is refused."""
+    return f"--speculative-config: speculation (here by {asked.method}) is not there yet"
+
+
+def _speculation(args: EngineArgs) -> Choice:
+    asked = read_speculation(args.speculative_config)
+    if asked is not None:
+        raise ValueError(no_speculation(asked))
+    return Choice(value="none", reason="not there yet: one token a step", flag="--speculative-config")
+
+
+def _max_logprobs(args: EngineArgs, spec: ModelSpec) -> Choice:
+    asked = args.max_logprobs
+    if asked < -1:
+        raise ValueError(f"--max-logprobs={asked}: must be at least 0, or -1 for the whole vocabulary")
+    value = spec.vocab_size if asked == -1 else min(asked, spec.vocab_size)
+    reason = "the whole vocabulary" if value == spec.vocab_size else "most logprobs a request may ask"
+    return Choice(value=value, reason=reason, flag="--max-logprobs")

@@ -82,8 +82,6 @@ def _votes(args: EngineArgs, env: Mapping[str, str]) -> list[Vote]:
 
 
 def _check_v1(args: EngineArgs, source: str) -> None:
-    if not has_runner_v1():
-        raise ValueError(f"{source}: this installation has no runner v1 (slipstream/runner_v1 is absent)")
     steps = args.max_steps_in_flight
     mode = read_compile_mode(args.compilation_config)
     refused = (
@@ -96,6 +94,8 @@ def _check_v1(args: EngineArgs, source: str) -> None:
     for asked, flag, what in refused:
         if asked:
             raise ValueError(f"{source} contradicts {flag}: runner v1 {what}")
+    if not has_runner_v1():
+        raise ValueError(f"{source}: this installation has no runner v1 (slipstream/runner_v1 is absent)")
 
 
 def choose_steps_in_flight(args: EngineArgs, vote: Vote, choices: dict[str, Choice]) -> int:

@@ -14,11 +14,13 @@ from slipstream.contracts.request import EngineRequest
 @dataclass(frozen=True, slots=True)
 class EngineInfo:
     """Facts of a running engine. end_token_ids: the model's own end tokens; plan: EnginePlan.choices as plain
-    data (decision -> {"value", "reason", "flag"})."""
+    data (decision -> {"value", "reason", "flag"}), with what memory came to; vllm_0_31: what vLLM 0.31.0
+    would have chosen, in the same form."""
 
     limits: ModelLimits
     end_token_ids: tuple[int, ...]
     plan: dict[str, dict[str, Any]] = field(default_factory=dict)
+    vllm_0_31: dict[str, dict[str, Any]] = field(default_factory=dict)
 
 
 class EngineClient(Protocol):

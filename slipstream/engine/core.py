@@ -12,6 +12,7 @@ import time
 from collections import deque
 from collections.abc import Sequence
 
+from slipstream.config.explanation import LOG_COLUMNS, Explanation, plain
 from slipstream.config.plan import Choice, EnginePlan
 from slipstream.contracts.limits import ModelLimits
 from slipstream.contracts.outputs import EngineOutputs
@@ -19,6 +20,7 @@ from slipstream.contracts.request import EngineRequest
 from slipstream.engine.client import EngineInfo
 from slipstream.engine.runners import Handle, build_runner
 from slipstream.observe.trace import NoTracer, Tracer
+from slipstream.runner.memory import MemoryPlan
 from slipstream.scheduler import Scheduler, SchedulerConfig
 
 log = logging.getLogger("slipstream.engine")
@@ -46,21 +48,22 @@ class EngineCore:
         )
         choices = dict(plan.choices)
         choices["linear"] = Choice(value=built.linear_name, reason=built.linear_reason, flag="--dtype")
-        choices["kv_cache"] = dataclasses.replace(choices["kv_cache"], value=built.memory.describe())
+        choices["kv_cache"] = _as_built(choices["kv_cache"], built.memory)
         self.info = EngineInfo(
             # Block 0 is the null block: a request can have all but one.
             limits=ModelLimits(
                 plan.spec.vocab_size, plan.max_model_len, plan.block_size, num_blocks - 1, plan.max_logprobs
             ),
             end_token_ids=plan.spec.end_token_ids,
-            plan={name: dataclasses.asdict(choice) for name, choice in choices.items()},
+            plan=plain(choices),
+            vllm_0_31=plain(plan.vllm_0_31),
         )
         self._depth = plan.steps_in_flight
         self._flight: deque[Handle] = deque()
         self._device_end = 0.0
         self._tracer: Tracer | NoTracer = Tracer(plan.args.trace) if plan.args.trace else NoTracer()
-        for name, choice in choices.items():
-            log.info("%s: %s (%s)", name, choice.value, choice.reason)
+        for line in Explanation(choices=choices, vllm=plan.vllm_0_31).table(LOG_COLUMNS):
+            log.info("%s", line)
 
     def add(self, requests: Sequence[EngineRequest]) -> None:
         for request in requests:
@@ -118,3 +121,9 @@ class EngineCore:
             self._flight.popleft().wait()
         self._runner.close()
         self._tracer.close()
+
+
+def _as_built(planned: Choice, memory: MemoryPlan) -> Choice:
+    """The KV cache with the blocks there are, and where memory went."""
+    value = {**planned.value, "num_blocks": memory.num_blocks}
+    return dataclasses.replace(planned, value=value, reason=f"{planned.reason}; {memory.describe()}")

@@ -60,6 +60,13 @@ class LinearBackend:
         return rows + self.padding[(rows - 1) % PIECE_ROWS] if self.padding else rows
 
 
+def planned_activations(dtype: torch.dtype, device: torch.device) -> torch.dtype:
+    """What layers compute in, unless the weights turn out to be beyond what the backend can hold."""
+    x86 = device.type == "cpu" and platform.machine().lower() in ("x86_64", "amd64")
+    fbgemm = x86 and "fbgemm" in torch.backends.quantized.supported_engines
+    return torch.float32 if fbgemm and dtype in (torch.bfloat16, torch.float16) else dtype
+
+
 def choose_linear(dtype: torch.dtype, device: torch.device, refused: str = "") -> LinearBackend:
     """The backend for weights of dtype on device. refused: why FBGEMM, which would be chosen, cannot be
     used."""
@@ -68,8 +75,7 @@ def choose_linear(dtype: torch.dtype, device: torch.device, refused: str = "") -
     if x86 and dtype is torch.float32 and torch.backends.mkldnn.enabled:
         reason = "float32 on an x86 CPU: oneDNN with packed weights"
         return LinearBackend("onednn", reason, dtype, _OnednnLinear, padding=_row_padding(_OnednnLinear))
-    fbgemm = x86 and "fbgemm" in torch.backends.quantized.supported_engines
-    if fbgemm and dtype in (torch.bfloat16, torch.float16) and not refused:
+    if planned_activations(dtype, device) is not dtype and not refused:
         reason = f"{kind} on an x86 CPU: FBGEMM, float16 packed weights with float32 activations"
         padding = _row_padding(_FbgemmLinear)
         return LinearBackend("fbgemm", reason, torch.float32, _FbgemmLinear, HALF_MAX, padding)

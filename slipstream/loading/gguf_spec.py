@@ -3,6 +3,8 @@ tensors."""
 
 from __future__ import annotations
 
+from collections import Counter
+
 from slipstream.config.model import ModelSpec, RopeSpec
 from slipstream.loading.gguf_file import GGUFFile
 
@@ -13,6 +15,7 @@ _ARCHITECTURES = {
     "qwen3": "Qwen3ForCausalLM",
 }
 _FILE_DTYPES = {"F32": "float32", "F16": "float16"}
+_PLAIN_KINDS = ("F32", "F16", "BF16")
 # llama.cpp's converter turns llama3 scaling into a tensor: what each frequency is divided by.
 ROPE_FACTORS = "rope_freqs.weight"
 _MODULES = {
@@ -66,7 +69,15 @@ def read_gguf_spec(file: GGUFFile) -> ModelSpec:
         bos_token_id=file.get("tokenizer.ggml.bos_token_id"),
         end_token_ids=tuple(dict.fromkeys(end for end in ends if end is not None)),
         dtype=_FILE_DTYPES.get(kinds["blk.0.attn_q.weight"], "bfloat16"),
+        quantization=_quantization(file, kinds),
     )
+
+
+def _quantization(file: GGUFFile, kinds: dict[str, str]) -> str:
+    """The type of most matrices; vectors are never quantised."""
+    matrices = Counter(kind for name, kind in kinds.items() if len(file.tensors[name].shape) > 1)
+    ((stored, _),) = matrices.most_common(1)
+    return "none" if stored in _PLAIN_KINDS else stored
 
 
 def interleaved_modules(file: GGUFFile, spec: ModelSpec) -> dict[str, int]:

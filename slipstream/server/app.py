@@ -12,6 +12,7 @@ from fastapi import APIRouter, FastAPI, Request, Response
 from starlette.types import ASGIApp, Receive, Scope, Send
 from typing_extensions import TypedDict
 
+from slipstream.config.explanation import VLLM_KEY
 from slipstream.observe.log import get_logger
 from slipstream.observe.version import package_version
 from slipstream.server import chat, completions, tokenize
@@ -126,6 +127,12 @@ def _plain_routes(context: Context) -> APIRouter:
         }
         listed: ModelList = {"object": "list", "data": [card]}
         return json_answer(listed)
+
+    @routes.get("/v1/engine/plan")
+    async def plan() -> Response:
+        """What the engine chose and why, and what vLLM 0.31.0 would have: as `slipstream explain --json`."""
+        info = context.engine.info
+        return json_answer({**info.plan, VLLM_KEY: info.vllm_0_31})
 
     @routes.get("/version", responses={200: {"model": Version}})
     async def show_version() -> Response:

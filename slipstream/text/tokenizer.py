@@ -16,6 +16,7 @@ import tokenizers
 
 from slipstream.loading.gguf_file import GGUFFile, is_gguf, open_gguf
 from slipstream.loading.gguf_vocab import build_tokenizer
+from slipstream.loading.templates import GGUF_KEY, default_template
 
 # Classes that add nothing to tokenizer.json; transformers rebuilds the others in ways of its own.
 _PLAIN_CLASSES = ("PreTrainedTokenizerFast", "TokenizersBackend", "Qwen2Tokenizer", "Qwen2TokenizerFast")
@@ -109,7 +110,7 @@ def _from_gguf(file: GGUFFile) -> Tokenizer:
     ids = {name: file.get(f"tokenizer.ggml.{key}_token_id") for name, key in keys.items()}
     special = {name: tokens[index] for name, index in ids.items() if index is not None}
     turn_end = file.get("tokenizer.ggml.eot_token_id")
-    template = file.get("tokenizer.chat_template")
+    template = file.get(GGUF_KEY)
     return Tokenizer(build_tokenizer(file), special, template, () if turn_end is None else (turn_end,))
 
 
@@ -151,10 +152,7 @@ def _template(folder: Path, config: dict[str, Any]) -> str | None:
     file = folder / "chat_template.jinja"
     if file.exists():
         return file.read_text("utf-8")
-    given = config.get("chat_template")
-    if isinstance(given, list):
-        given = {item["name"]: item["template"] for item in given}.get("default")
-    return given
+    return default_template(config)
 
 
 def _text(token: str | dict[str, Any]) -> str:

@@ -1,0 +1,62 @@
+"""Flags whose value is a JSON object, as text or read already; and the one for speculation."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import dataclass
+from typing import Any
+
+from slipstream.config.args import flag_name
+
+JsonFlag = str | dict[str, Any] | None
+METHODS = (
+    "ngram", "ngram_gpu", "suffix", "medusa", "mlp_speculator", "custom_class", "eagle", "eagle3", "mtp",
+    "dflash", "dspark", "draft_model", "extract_hidden_states",
+)  # fmt: skip
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Speculation:
+    """--speculative-config, as far as a choice depends on it. method: one of METHODS, or a model's own
+    `..._mtp`."""
+
+    method: str
+    parallel_drafting: bool = False
+    disable_padded_drafter_batch: bool = False
+
+
+def read_object(field: str, value: JsonFlag) -> dict[str, Any]:
+    """Raises ValueError that names the field's flag."""
+    start = f"{flag_name(field)}={value!r}: "
+    try:
+        fields = json.loads(value) if isinstance(value, str) else value or {}
+    except json.JSONDecodeError as error:
+        raise ValueError(f"{start}not valid JSON: {error}") from None
+    if not isinstance(fields, dict):
+        raise ValueError(f'{start}must be an object such as {{"key": "value"}}')
+    return fields
+
+
+def read_speculation(value: JsonFlag) -> Speculation | None:
+    """Without a method, a model named ngram is that method and any other a draft model, as in vLLM. Raises
+    ValueError."""
+    if value is None:
+        return None
+    fields = read_object("speculative_config", value)
+    start = f"--speculative-config={value!r}: "
+    model = fields.get("model")
+    implied = "ngram" if model in ("ngram", "[ngram]") else None if model is None else "draft_model"
+    method = fields.get("method", implied)
+    if method is None:
+        raise ValueError(f"{start}method (or model) is missing; methods are {', '.join(METHODS)}")
+    if not isinstance(method, str) or (method not in METHODS and not method.endswith("_mtp")):
+        raise ValueError(f"{start}method must be one of {', '.join(METHODS)}")
+    tokens = fields.get("num_speculative_tokens", 1)
+    if type(tokens) is not int or tokens < 1:
+        raise ValueError(f"{start}num_speculative_tokens must be an integer of at least 1")
+    names = ("parallel_drafting", "disable_padded_drafter_batch")
+    switches = {name: fields.get(name, False) for name in names}
+    for name, on in switches.items():
+        if type(on) is not bool:
+            raise ValueError(f"{start}{name} must be true or false")
+    return Speculation(method=method, **switches)
