@@ -107,7 +107,7 @@ def _pick_kernel(
     pdl_begin(PDL)
     row = tl.load(rows + lane)
     live = tl.load(alive + row * row_stride) != 0
-    inside = (piece < PIECES) & live
+    inside = piece < tl.where(live, PIECES, 0)
     top = tl.load(best + at, mask=inside, other=float("-inf"))
     total = tl.sum(tl.load(sums + at, mask=inside, other=0.0), 0)
     highest = tl.max(top, 0)
@@ -269,7 +269,7 @@ def _collect(
         token, bits = _listed_tokens(logits, listed, begin + place, count, highest, cold, VOCAB, CHUNK)
         equal = bits == cut
         rank = equals + tl.cumsum(equal.to(tl.int32), 0)
-        chosen = (bits < cut) | (equal & ((rank <= SMALL_CANDIDATES) | (small == 0)))
+        chosen = (bits < cut) | (equal & (rank <= tl.where(small, SMALL_CANDIDATES, VOCAB)))
         to = found + tl.cumsum(chosen.to(tl.int32), 0) - 1
         tl.store(bits_out + to, bits, mask=chosen & (to < CANDIDATES))
         tl.store(ids_out + to, token, mask=chosen & (to < CANDIDATES))

@@ -124,11 +124,13 @@ def _scan_kernel(
     pdl_begin(PDL)
     ahead = tl.load(logits + first * stride + token, mask=inside, other=float("-inf"))
     row_ahead = tl.load(rows + first)
+    end = tl.minimum(first + TOGETHER, lanes)
     for i in range(TOGETHER):
         lane, row, value = first + i, row_ahead, ahead.to(tl.float32)
         # The next lane's logits are under way while this one's are worked on.
-        more = (i + 1 < TOGETHER) & (lane + 1 < lanes)
-        ahead = tl.load(logits + (lane + 1) * stride + token, mask=inside & more, other=float("-inf"))
+        more = lane + 1 < end
+        within = token < tl.where(more, VOCAB, 0)
+        ahead = tl.load(logits + (lane + 1) * stride + token, mask=within, other=float("-inf"))
         row_ahead = tl.load(rows + lane + 1, mask=more, other=0)
         live = (tl.load(alive + row * row_stride) != 0) & (lane < lanes)
         temperature, top_k, top_p, _ = row_rules(
