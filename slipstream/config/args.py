@@ -55,7 +55,7 @@ class EngineArgs:
     )
     attention_backend: str = field(default="auto", metadata={"help": "auto, triton or torch"})
     kv_cache_dtype: str = field(
-        default="auto", metadata={"help": "auto (the type of the weights), fp8 or fp8_e4m3 (the same)"}
+        default="auto", metadata={"help": "auto (what layers compute in), fp8 or fp8_e4m3 (the same)"}
     )
     batch_invariant: bool = field(
         default=False, metadata={"help": "a request's numbers are the same, bit for bit, in any batch"}

@@ -14,6 +14,7 @@ VLLM_KEY = "vllm_0_31"
 LOG_COLUMNS = 160
 _NARROWEST = 72
 _VALUE_COLUMNS = 26
+_REASON_COLUMNS = 28  # at least: the longest flag in its brackets
 _GAP = "  "
 
 
@@ -38,8 +39,9 @@ class Explanation:
         ours = [_row(*part) for part in (error if self.error else self.choices).items()]
         theirs = [_row(*part) for part in self.vllm.items()]
         names, values = (max(len(row[i]) for row in ours + theirs) for i in range(2))
-        values = min(values, _VALUE_COLUMNS)
-        widths = (names, values, max(columns, _NARROWEST) - names - values - 2 * len(_GAP))
+        room = max(columns, _NARROWEST) - names - 2 * len(_GAP)
+        values = min(values, _VALUE_COLUMNS, room - _REASON_COLUMNS)
+        widths = (names, values, room - values)
         lines = ["Slipstream", *(line for row in ours for line in _wrap(row, widths))]
         return [*lines, "vLLM 0.31.0 would choose", *(line for row in theirs for line in _wrap(row, widths))]
 
