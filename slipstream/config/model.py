@@ -36,7 +36,7 @@ class RopeSpec:
 class ModelSpec:
     """A dense decoder. windows: sliding-window size of each layer, None for full attention; end_token_ids:
     from generation_config.json and config.json; max_model_len: the most positions the model was made for;
-    quantization: ggml's name of the type that most weights are stored in, or "none"."""
+    quantization: ggml's names of the quantised types that weights are stored in, or "none"."""
 
     architecture: str
     vocab_size: int

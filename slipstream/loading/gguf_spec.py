@@ -3,6 +3,7 @@ tensors."""
 
 from __future__ import annotations
 
+import math
 from collections import Counter
 
 from slipstream.config.model import ModelSpec, RopeSpec
@@ -74,10 +75,11 @@ def read_gguf_spec(file: GGUFFile) -> ModelSpec:
 
 
 def _quantization(file: GGUFFile, kinds: dict[str, str]) -> str:
-    """The type of most matrices; vectors are never quantised."""
-    matrices = Counter(kind for name, kind in kinds.items() if len(file.tensors[name].shape) > 1)
-    ((stored, _),) = matrices.most_common(1)
-    return "none" if stored in _PLAIN_KINDS else stored
+    """Quantised types, the one of most weights first."""
+    weights: Counter[str] = Counter()
+    for name, kind in kinds.items():
+        weights[kind] += math.prod(file.tensors[name].shape)
+    return " ".join(kind for kind, _ in weights.most_common() if kind not in _PLAIN_KINDS) or "none"
 
 
 def interleaved_modules(file: GGUFFile, spec: ModelSpec) -> dict[str, int]:
