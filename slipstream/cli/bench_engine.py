@@ -9,20 +9,30 @@ import itertools
 import time
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from slipstream.cli.bench_report import lengths
 from slipstream.cli.flags import add_engine_flags, add_sampling_flags, engine_args, sampling_params
+from slipstream.config.args import EngineArgs
 from slipstream.contracts.errors import EngineError
 from slipstream.contracts.sampling_params import SamplingParams
+
+if TYPE_CHECKING:
+    import numpy as np
+
+    from slipstream.engine.llm import LLM
+    from slipstream.text.tokenizer import Tokenizer
 
 WARM_UP_TOKENS = 8
 
 
-def add_load_flags(parser: argparse.ArgumentParser, input_len: str, output_len: str) -> None:
-    """The engine's flags, sampling, lengths. input_len, output_len: defaults. The load is the same in every
-    run."""
-    add_engine_flags(parser, without=("seed", "skip_tokenizer_init", "served_model_name", "chat_template"))
+def add_load_flags(
+    parser: argparse.ArgumentParser, input_len: str, output_len: str, without: Sequence[str] = ()
+) -> None:
+    """The engine's flags but those of the fields in without, sampling, lengths. input_len, output_len:
+    defaults. The load is the same in every run."""
+    left_out = ("seed", "skip_tokenizer_init", "served_model_name", "chat_template", *without)
+    add_engine_flags(parser, without=left_out)
     group = parser.add_argument_group("load")
     for flag, default, what in (("--input-len", input_len, "prompt"), ("--output-len", output_len, "output")):
         group.add_argument(
@@ -40,6 +50,52 @@ def add_load_flags(parser: argparse.ArgumentParser, input_len: str, output_len: 
     parser.set_defaults(ignore_eos=True)  # lengths are the load's own, unless one asks
 
 
+def load_args(options: argparse.Namespace) -> EngineArgs:
+    """The engine's, with a tokenizer only where prompts come out of a text."""
+    return dataclasses.replace(engine_args(options), skip_tokenizer_init=options.text is None)
+
+
+class Load:
+    """Requests as the flags ask. vocab_size: of random prompts; tokenizer: of --text. Raises ValueError,
+    OSError for flags that cannot be honoured."""
+
+    def __init__(self, options: argparse.Namespace, vocab_size: int, tokenizer: Tokenizer | None) -> None:
+        self._params = sampling_params(options).clone(detokenize=options.text is not None)
+        self._input, self._output = options.input_len, options.output_len
+        self._vocab_size = vocab_size
+        self._text = None if tokenizer is None else self._encode(options.text, tokenizer)
+
+    def _encode(self, path: Path, tokenizer: Tokenizer) -> list[int]:
+        ids = tokenizer.encode(path.read_text("utf-8"), add_special_tokens=False)
+        if len(ids) < self._input[1]:
+            raise ValueError(f"--text={path}: has {len(ids)} tokens, --input-len asks for {self._input[1]}")
+        return ids
+
+    def requests(self, random: np.random.Generator, count: int) -> tuple[list[Any], list[SamplingParams]]:
+        """Prompts, as LLM.generate takes them, and their parameters."""
+        prompts = [
+            {"prompt_token_ids": self._prompt(random, _draw(random, self._input))} for _ in range(count)
+        ]
+        return prompts, [self._params.clone(max_tokens=_draw(random, self._output)) for _ in range(count)]
+
+    def _prompt(self, random: np.random.Generator, length: int) -> list[int]:
+        if self._text is None:
+            ids: list[int] = random.integers(0, self._vocab_size, length).tolist()
+            return ids
+        begin = int(random.integers(0, len(self._text) - length + 1))
+        return self._text[begin : begin + length]
+
+
+def _draw(random: np.random.Generator, ends: tuple[int, int]) -> int:
+    return int(random.integers(ends[0], ends[1] + 1))
+
+
+def warm_up(llm: LLM, prompts: list[Any], params: list[SamplingParams]) -> None:
+    """A short run of these requests, so that nothing is compiled while one measures."""
+    short = [one.clone(max_tokens=min(WARM_UP_TOKENS, one.max_tokens or 1)) for one in params]
+    llm.generate(prompts, short, use_tqdm=False)
+
+
 class BenchEngine:
     """An LLM and its load. Raises ValueError at construction for flags that cannot be honoured."""
 
@@ -48,46 +104,26 @@ class BenchEngine:
 
         from slipstream.engine.llm import LLM
 
-        args = dataclasses.replace(engine_args(options), skip_tokenizer_init=options.text is None)
-        self._params = sampling_params(options).clone(detokenize=options.text is not None)
-        self._input, self._output = options.input_len, options.output_len
-        self._random = np.random.default_rng(0)
+        args = load_args(options)
         begin = time.perf_counter()
         self.llm = LLM(**args.describe())
         self.start_seconds = time.perf_counter() - begin
-        self._text = None if options.text is None else self._encode(options.text)
-
-    def _encode(self, path: Path) -> list[int]:
-        ids = self.llm.get_tokenizer().encode(path.read_text("utf-8"), add_special_tokens=False)
-        if len(ids) < self._input[1]:
-            raise ValueError(f"--text={path}: has {len(ids)} tokens, --input-len asks for {self._input[1]}")
-        return ids
+        tokenizer = None if options.text is None else self.llm.get_tokenizer()
+        self._load = Load(options, self.llm.info.limits.vocab_size, tokenizer)
+        self._random = np.random.default_rng(0)
 
     def requests(self, count: int) -> tuple[list[Any], list[SamplingParams]]:
         """New prompts, as LLM.generate takes them, and their parameters."""
-        prompts = [{"prompt_token_ids": self._prompt(self._draw(self._input))} for _ in range(count)]
-        return prompts, [self._params.clone(max_tokens=self._draw(self._output)) for _ in range(count)]
+        return self._load.requests(self._random, count)
 
     def warm_up(self, count: int) -> None:
-        """A short run of as many requests, so that nothing is compiled while one measures."""
-        prompts, params = self.requests(count)
-        short = [one.clone(max_tokens=min(WARM_UP_TOKENS, one.max_tokens or 1)) for one in params]
-        self.llm.generate(prompts, short, use_tqdm=False)
+        """A short run of as many requests."""
+        warm_up(self.llm, *self.requests(count))
 
     def describe(self) -> dict[str, Any]:
         """For the report: what the engine chose, and how long its start took."""
         choices = {name: choice["value"] for name, choice in self.llm.info.plan.items()}
         return {"start_seconds": self.start_seconds, "engine": choices}
-
-    def _prompt(self, length: int) -> list[int]:
-        if self._text is None:
-            ids: list[int] = self._random.integers(0, self.llm.info.limits.vocab_size, length).tolist()
-            return ids
-        begin = int(self._random.integers(0, len(self._text) - length + 1))
-        return self._text[begin : begin + length]
-
-    def _draw(self, ends: tuple[int, int]) -> int:
-        return int(self._random.integers(ends[0], ends[1] + 1))
 
 
 class StepClock:

@@ -6,6 +6,7 @@ import sys
 from collections.abc import Sequence
 
 from slipstream.cli import (
+    bench_compare,
     bench_latency,
     bench_offline,
     bench_step,
@@ -29,7 +30,7 @@ def build_parser() -> Parser:
         command.add_parser(commands)
     benches = commands.add_parser("bench", help="measure", description="Benchmarks.")
     kinds = benches.add_subparsers(title="benchmarks", metavar="BENCHMARK", required=True)
-    for bench in (bench_offline, bench_latency, bench_step):
+    for bench in (bench_offline, bench_latency, bench_compare, bench_step):
         bench.add_parser(kinds)
     return parser
 

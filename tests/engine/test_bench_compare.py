@@ -1,0 +1,254 @@
+"""`slipstream bench compare`: its statistics on hand-made numbers, its order of runs, and a whole comparison
+of a tiny model."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from text_model import make_text_model
+
+from slipstream.cli.bench_cells import DEFAULT, Cell, Engines, Run, effects, visits
+from slipstream.cli.bench_compare import listed
+from slipstream.cli.bench_report import positive
+from slipstream.cli.bench_stats import WITHIN, chance, effect, spread
+from slipstream.cli.main import main
+
+SMALL = ["--max-model-len", "96", "--max-num-seqs", "8", "--dtype", "float32", "--no-progress"]
+LOAD = ["--input-len", "5:9", "--output-len", "6", "--concurrency", "1,3"]
+PNG = b"\x89PNG\r\n\x1a\n"
+
+
+@pytest.fixture(scope="module")
+def model(tiny_model: Callable[..., Path]) -> Path:
+    return make_text_model(tiny_model)
+
+
+def a_cell(method: str, runner: str, asynchrony: str = DEFAULT, speeds: list[float] | None = None) -> Cell:
+    """A cell as if it had run one request at a time; async is on where v2 is free to choose."""
+    on = asynchrony == "on" or (asynchrony == DEFAULT and runner == "v2")
+    cell = Cell(method=method, runner=runner, asynchrony=asynchrony)
+    cell.plan = {"async_scheduling": {"value": on, "reason": "", "flag": ""}}
+    cell.runs[1] = [
+        Run(
+            repeat=i, order=i, seconds=1, output_tokens=8, tokens_per_second=speed, tpot_ms=1, ttft_ms=1
+        )
+        for i, speed in enumerate(speeds or [1.0])
+    ]  # fmt: skip
+    return cell
+
+
+def test_a_spread_is_median_least_and_greatest() -> None:
+    assert spread([5.0, 1.0, 2.0]) == (2.0, 1.0, 5.0)
+    assert spread([4.0, 2.0]) == (3.0, 2.0, 4.0)
+
+
+def test_an_effect_is_a_ratio_of_medians_with_the_spread_of_pairs() -> None:
+    found = effect([10, 20, 40, 50, 100], [12, 22, 36, 65, 130])
+    assert found.ratio == pytest.approx(36 / 40)
+    assert (found.low, found.high, found.pairs) == (pytest.approx(0.9), pytest.approx(1.3), 5)
+    assert found.verdict(more_is_faster=True) == WITHIN
+
+
+def test_a_known_effect_is_found_under_a_drift_that_pairs_share() -> None:
+    drift = np.linspace(100, 200, 7)  # the machine becomes twice as fast, which is more than the effect
+    found = effect(list(drift), list(drift * 1.1))
+    assert found == (pytest.approx(1.1), pytest.approx(1.1), pytest.approx(1.1), 7)
+    assert found.verdict(more_is_faster=True) == "faster" and found.verdict(more_is_faster=False) == "slower"
+    back = effect(list(drift * 1.1), list(drift))
+    assert back.verdict(more_is_faster=True) == "slower" and back.verdict(more_is_faster=False) == "faster"
+
+
+def test_noise_alone_is_called_a_difference_as_rarely_as_coins_agree() -> None:
+    random = np.random.default_rng(1)
+    noise = np.exp(0.05 * random.standard_normal((4000, 2, 7)))
+    called = sum(effect(list(a), list(b)).verdict(True) != WITHIN for a, b in noise)
+    expected = 4000 * 2 * 0.5**7  # seven coins, all heads or all tails
+    assert chance(7) == 2 * 0.5**7
+    assert abs(called - expected) < 4 * expected**0.5
+
+
+@pytest.mark.parametrize("changed", [[1.0] * 6, [1.0, 1.5, 1.5, 1.5, 1.5, 1.5]])
+def test_a_spread_that_touches_1_is_no_difference(changed: list[float]) -> None:
+    assert effect([1.0] * 6, changed).verdict(True) == WITHIN
+
+
+def test_a_few_repeats_tell_nothing_however_clear() -> None:
+    assert effect([1.0] * 4, [9.0] * 4).verdict(True) == "too few repeats to tell (4, not 5)"
+    assert effect([1.0] * 5, [9.0] * 5).verdict(True) == "faster"
+
+
+def test_effects_are_of_cells_that_differ_in_one_thing() -> None:
+    speeds = {("none", "v1"): 10.0, ("none", "v2"): 20.0, ("ngram", "v1"): 15.0, ("ngram", "v2"): 26.0}
+    cells = [a_cell(*key, "off", [speed] * 5) for key, speed in reversed(speeds.items())]
+    found = {
+        (one.attribute, one.within): (one.base, one.changed, one.effect.ratio)
+        for one in effects(cells, 1, "tokens_per_second")
+    }
+    assert found == {
+        ("method", "v1, async off"): ("none", "ngram", 1.5),
+        ("method", "v2, async off"): ("none", "ngram", 1.3),
+        ("runner", "none, async off"): ("v1", "v2", 2.0),
+        ("runner", "ngram, async off"): ("v1", "v2", pytest.approx(26 / 15)),
+    }
+    assert not any(one.also for one in effects(cells, 1, "tokens_per_second"))
+
+
+def test_an_effect_says_where_async_scheduling_differs_too() -> None:
+    (found,) = effects([a_cell("none", "v1"), a_cell("none", "v2")], 1, "tokens_per_second")
+    assert found.attribute == "runner" and found.also == "async scheduling differs too: off against on"
+
+
+def test_async_scheduling_is_an_effect_of_its_own() -> None:
+    cells = [a_cell("none", "v2", "on", [3.0]), a_cell("none", "v2", "off", [2.0])]
+    (found,) = effects(cells, 1, "tokens_per_second")
+    assert found[:4] == ("asynchrony", "none, v2", "off", "on") and found.effect.ratio == 1.5
+
+
+def test_cells_take_turns_in_alternating_order() -> None:
+    cells = [a_cell("none", "v1"), a_cell("none", "v2")]
+    order = [(v.repeat, v.concurrency, v.cell.runner) for v in visits(cells, [1, 8], 2, kept=True)]
+    assert order == [
+        (0, 1, "v1"), (0, 1, "v2"), (0, 8, "v1"), (0, 8, "v2"),
+        (1, 1, "v2"), (1, 1, "v1"), (1, 8, "v2"), (1, 8, "v1"),
+    ]  # fmt: skip
+    rebuilt = [(v.concurrency, v.cell.runner) for v in visits(cells, [1, 8], 1, kept=False)]
+    assert rebuilt == [(1, "v1"), (8, "v1"), (1, "v2"), (8, "v2")]
+
+
+class Machine:
+    """Starts engines as long as there is room for so many; cells of `broken` runners never start."""
+
+    def __init__(self, room: int, broken: str = "") -> None:
+        self.room, self.broken = room, broken
+        self.live: list[Any] = []
+        self.starts = 0
+
+    def start(self, cell: Cell) -> Any:
+        if cell.runner == self.broken:
+            raise ValueError("cannot be")
+        if len(self.live) == self.room:
+            raise ValueError("no room")
+        self.starts += 1
+        self.live.append(self)
+        return self
+
+    def close(self) -> None:
+        self.live.remove(self)
+
+
+def test_engines_are_built_once_where_all_fit() -> None:
+    machine, cells = Machine(room=2), [a_cell("none", "v1"), a_cell("none", "v2")]
+    engines = Engines(cells, machine.start)
+    assert engines.kept and "kept alive" in engines.how
+    assert all(engines.get(cell) is machine for cell in cells * 3) and machine.starts == 2
+    engines.close()
+    assert not machine.live
+
+
+def test_engines_are_built_for_each_turn_where_memory_is_short_and_it_says_so() -> None:
+    machine, cells = Machine(room=1), [a_cell("none", "v1"), a_cell("none", "v2")]
+    engines = Engines(cells, machine.start)
+    assert not engines.kept and "built anew" in engines.how and "no room" in engines.how
+    assert all(engines.get(cell) is machine and len(machine.live) == 1 for cell in cells * 3)
+    assert not any(cell.refused for cell in cells)
+
+
+def test_an_engine_that_cannot_start_alone_is_refused_and_the_others_are_kept() -> None:
+    machine, cells = Machine(room=2, broken="v2"), [a_cell("none", "v1"), a_cell("none", "v2")]
+    engines = Engines(cells, machine.start)
+    assert engines.kept and [cell.refused for cell in cells] == ["", "cannot be"]
+    assert engines.get(cells[0]) is machine and engines.get(cells[1]) is None
+
+
+def test_a_comparison_runs_every_cell_on_the_same_load_and_refuses_what_cannot_be(
+    model: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    file, plot = tmp_path / "report.json", tmp_path / "plot.png"
+    flags = ["--methods", "none,ngram", "--runners", "v1,v2", "--async", "on,off", "--repeats", "2", *LOAD]
+    flags += ["--json", str(file), "--plot", str(plot)]
+    assert main(["bench", "compare", str(model), *SMALL, *flags]) == 0
+    assert plot.read_bytes().startswith(PNG)
+    report, words = json.loads(file.read_text()), capsys.readouterr().out
+    cells = {(c["method"], c["runner"], c["asynchrony"]): c for c in report["cells"]}
+    assert len(cells) == 8
+    measured = {key for key, cell in cells.items() if not cell["refused"]}
+    assert measured == {("none", "v1", "off"), ("none", "v2", "on"), ("none", "v2", "off")}
+    for key in measured:
+        cell = cells[key]
+        assert cell["plan"]["model_runner"]["value"] == key[1]
+        assert cell["plan"]["async_scheduling"]["value"] is (key[2] == "on")
+        for concurrency in (1, 3):
+            runs = cell["runs"][str(concurrency)]
+            assert [run["repeat"] for run in runs] == [0, 1]
+            for run in runs:
+                assert run["output_tokens"] == 6 * concurrency and run["acceptance"] is None
+                assert run["tokens_per_second"] == pytest.approx(run["output_tokens"] / run["seconds"])
+                assert 0 < run["ttft_ms"] + 5 * run["tpot_ms"] < 1e3 * run["seconds"]
+    orders = [run["order"] for key in measured for runs in cells[key]["runs"].values() for run in runs]
+    assert sorted(orders) == list(range(3 * 2 * 2)), "no run is lost, and none of the warm-up counts"
+    assert "--async-scheduling" in cells["none", "v1", "on"]["refused"]
+    assert "--speculative-config" in cells["ngram", "v2", "off"]["refused"]
+    assert report["engines"].startswith("kept alive") and report["engines"] in words
+    assert "runner v1 waits for every token" in words and "refused [1]" in words
+    assert "effect of method\n  nothing to compare" in words
+    kinds = {(e["attribute"], e["within"]) for e in report["effects"]}
+    assert kinds == {("runner", "none, async off"), ("asynchrony", "none, v2")}
+
+
+def test_cells_get_equal_requests_and_repeats_get_new_ones(
+    model: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from slipstream.engine.llm import LLM
+
+    seen: dict[str, list[Any]] = {"v1": [], "v2": []}
+    tokens: dict[str, list[Any]] = {"v1": [], "v2": []}
+    generate = LLM.generate
+
+    def watch(llm: LLM, prompts: Any, params: Any, **others: Any) -> Any:
+        outputs = generate(llm, prompts, params, **others)
+        seen[llm.args.model_runner].append([
+            (p["prompt_token_ids"], one.seed, one.max_tokens) for p, one in zip(prompts, params, strict=True)
+        ])  # fmt: skip
+        tokens[llm.args.model_runner].append([output.outputs[0].token_ids for output in outputs])
+        return outputs
+
+    monkeypatch.setattr(LLM, "generate", watch)
+    assert main(["bench", "compare", str(model), *SMALL, *LOAD, "--repeats", "3"]) == 0
+    assert seen["v1"] == seen["v2"] and len(seen["v1"]) == 2 + 3 * 2
+    prompts = [str(prompt) for batch in seen["v1"] for prompt, _, _ in batch]
+    assert len(set(prompts)) == len(prompts), "a prefix cache finds nothing"
+    assert tokens["v1"] == tokens["v2"], "the same seeds draw the same tokens"
+
+
+@pytest.mark.parametrize(
+    ("flags", "words"),
+    [
+        (["--concurrency", "9"], "--max-num-seqs=8"),
+        (["--input-len", "90", "--output-len", "7"], "--max-model-len=96"),
+        (["--runners", "v3"], "--runners"),
+        (["--async", "maybe"], "--async"),
+        (["--methods", "none,none"], "--methods"),
+        (["--concurrency", "0"], "--concurrency"),
+        (["--model-runner", "v1"], "--model-runner"),
+        (["--methods", "ngram"], "every cell is refused"),
+        (["--methods", "magic"], "method must be one of"),
+        (["--num-gpu-blocks-override", "3"], "--num-gpu-blocks-override"),
+    ],
+)
+def test_what_cannot_be_compared_is_an_error_that_names_it(
+    model: Path, flags: list[str], words: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    try:
+        status = main(["bench", "compare", str(model), *SMALL, *LOAD, *flags])
+    except SystemExit as end:
+        status = int(end.code or 0)
+    assert status == 2 and words in capsys.readouterr().err
+
+
+def test_lists_have_commas() -> None:
+    assert listed(positive)("1, 8,64") == [1, 8, 64]
