@@ -66,7 +66,10 @@ class Cell:
         return "on" if self.plan["async_scheduling"]["value"] else "off"
 
     def values(self, concurrency: int, metric: str) -> list[float]:
-        """Of each repeat, in order; empty where there is no such figure."""
+        """Of each repeat, in order; empty where there is no such figure, or the cell is refused (perhaps
+        after some of its runs)."""
+        if self.refused:
+            return []
         found = sorted(self.runs.get(concurrency, []), key=lambda run: run.repeat)
         return [value for run in found if (value := getattr(run, metric)) is not None]
 

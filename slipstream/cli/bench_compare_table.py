@@ -136,7 +136,7 @@ def _cell_figures(cell: Cell) -> dict[str, Any]:
 def draw(figure: Any, cells: Sequence[Cell], concurrency: Sequence[int]) -> None:
     """Each cell's median over concurrency; bars from the least to the greatest."""
     places = range(len(concurrency))
-    measured = [cell for cell in cells if cell.runs]
+    measured = [cell for cell in cells if cell.runs and not cell.refused]
     for axes, (name, metric) in zip(figure.subplots(1, len(SPEEDS)), SPEEDS.items(), strict=True):
         for index, cell in enumerate(measured):
             shift = 0.1 * (index - (len(measured) - 1) / 2)  # so that bars do not cover each other

@@ -109,6 +109,12 @@ def test_async_scheduling_is_an_effect_of_its_own() -> None:
     assert found[:4] == ("asynchrony", "none, v2", "off", "on") and found.effect.ratio == 1.5
 
 
+def test_a_cell_refused_half_way_has_no_effect() -> None:
+    cells = [a_cell("none", "v1", "off", [1.0, 2.0]), a_cell("none", "v2", "off", [3.0])]
+    cells[1].refused = "no room any more"
+    assert not list(effects(cells, 1, "tokens_per_second"))
+
+
 def test_cells_take_turns_in_alternating_order() -> None:
     cells = [a_cell("none", "v1"), a_cell("none", "v2")]
     order = [(v.repeat, v.concurrency, v.cell.runner) for v in visits(cells, [1, 8], 2, kept=True)]
@@ -237,6 +243,7 @@ def test_cells_get_equal_requests_and_repeats_get_new_ones(
         (["--model-runner", "v1"], "--model-runner"),
         (["--methods", "ngram"], "every cell is refused"),
         (["--methods", "magic"], "method must be one of"),
+        (["--text", "/no/such/text"], "/no/such/text"),
         (["--num-gpu-blocks-override", "3"], "--num-gpu-blocks-override"),
     ],
 )
