@@ -158,10 +158,14 @@ def _found(attribute: str, base: Cell, changed: Cell, size: Effect) -> Found:
 
 class Engines:
     """An LLM a cell: built once and kept where all fit into memory together, else built for each turn. how
-    says which. start(cell) builds a warm one and raises ValueError that becomes cell.refused."""
+    says which. start(cell) builds a warm one and raises ValueError that becomes cell.refused. shortage()
+    says why there is no room for another beside those there are; empty: it may be tried."""
 
-    def __init__(self, cells: Sequence[Cell], start: Callable[[Cell], LLM]) -> None:
+    def __init__(
+        self, cells: Sequence[Cell], start: Callable[[Cell], LLM], shortage: Callable[[], str]
+    ) -> None:
         self._start = start
+        self._shortage = shortage
         self._live: dict[str, LLM] = {}
         self.kept, self.how = True, KEPT
         while self.kept:
@@ -176,11 +180,13 @@ class Engines:
         if not self._live:
             self._alone(cell)
             return
-        try:
-            self._live[cell.name] = self._start(cell)
-            return
-        except (ValueError, MemoryError, RuntimeError) as error:
-            reason = str(error)
+        reason = self._shortage()
+        if not reason:
+            try:
+                self._live[cell.name] = self._start(cell)
+                return
+            except (ValueError, MemoryError, RuntimeError) as error:
+                reason = str(error)
         self.close()
         if self._alone(cell):
             self.kept = False

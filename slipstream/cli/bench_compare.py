@@ -26,6 +26,7 @@ if TYPE_CHECKING:
 
 CELL_FIELDS = ("model_runner", "async_scheduling", "speculative_config")
 RUNNERS = ("v1", "v2")
+MIB = 2**20
 WARM_UP_ROUND = 0  # of the load's random numbers; repeats begin at 1
 
 
@@ -118,6 +119,7 @@ class Contest:
         for plan in self.plans.values():
             self._check(plan)
         self.how = ""
+        self._largest = 0  # bytes by which an engine made this process grow at most
 
     def _sized(self, args: EngineArgs) -> EngineArgs:
         """A KV pool of what the largest batch can need, the same for every cell, unless a flag says
@@ -154,7 +156,7 @@ class Contest:
         load = Load(self._options, spec.vocab_size, open_tokenizer(self._args))
         concurrency, repeats = self._options.concurrency, self._options.repeats
         runnable = [cell for cell in self.cells if not cell.refused]
-        engines = Engines(runnable, lambda cell: self._start(cell, load))
+        engines = Engines(runnable, lambda cell: self._start(cell, load), self._shortage)
         self.how = engines.how
         print(f"engines: {self.how}", flush=True)
         turns = list(visits(runnable, concurrency, repeats, engines.kept))
@@ -170,8 +172,9 @@ class Contest:
     def _start(self, cell: Cell, load: Load) -> LLM:
         """An engine that has done a batch of every size. Raises ValueError."""
         from slipstream.engine.llm import LLM
+        from slipstream.runner.memory_cpu import resident_memory
 
-        begin = time.perf_counter()
+        before, begin = resident_memory(), time.perf_counter()
         llm = LLM(**self.plans[cell.name].args.describe())
         cell.starts.append(time.perf_counter() - begin)
         cell.plan = llm.info.plan
@@ -185,7 +188,17 @@ class Contest:
             )
         for count in self._options.concurrency:
             warm_up(llm, *seeded_batch(load, WARM_UP_ROUND, count))
+        self._largest = max(self._largest, resident_memory() - before)
         return llm
+
+    def _shortage(self) -> str:
+        """Of the host's memory, which a process can overdraw without an error and be killed for it."""
+        from slipstream.runner.memory_cpu import available_memory
+
+        available = available_memory()
+        if self._largest <= available:
+            return ""
+        return f"an engine takes {self._largest / MIB:,.0f} MiB, {available / MIB:,.0f} MiB are left"
 
     def describe(self) -> dict[str, Any]:
         """For the report: what was asked and how engines were held."""

@@ -67,7 +67,7 @@ def print_results(cells: Sequence[Cell], concurrency: Sequence[int]) -> None:
         print(
             "\nAn effect is the ratio of medians (least .. greatest ratio of two runs of one repeat). It\n"
             "is a difference only where every pair is on the same side of 1. Noise alone does that in\n"
-            f"{chance(pairs):.1%} of lines with {pairs} repeats; with fewer than {MIN_PAIRS} none is called."
+            f"{chance(pairs):.1%} of lines with --repeats {pairs}; with under {MIN_PAIRS} none is called."
         )
 
 

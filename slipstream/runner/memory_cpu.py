@@ -20,17 +20,27 @@ def total_memory() -> int:
     return _kib(Path("/proc/meminfo"), "MemTotal")
 
 
+def available_memory() -> int:
+    """Bytes that can be had without swapping (MemAvailable)."""
+    return _kib(Path("/proc/meminfo"), "MemAvailable")
+
+
+def resident_memory() -> int:
+    """Bytes of this process (VmRSS)."""
+    return _kib(STATUS, "VmRSS")
+
+
 def measure_peak(work: Callable[[], object]) -> int:
     """Bytes by which the process's resident memory grew at most while work ran."""
     CLEAR_REFS.write_text("5")  # resets VmHWM to the present size
-    before = _kib(STATUS, "VmRSS")
+    before = resident_memory()
     work()
     return max(0, _kib(STATUS, "VmHWM") - before)
 
 
 def measured_cpu(plan: EnginePlan, weights: int, activations: int) -> Measured:
     """utilisation is a share of what can be had without swapping, the weights being there already."""
-    available = _kib(Path("/proc/meminfo"), "MemAvailable")
+    available = available_memory()
     return Measured(
         weights=weights,
         activations=activations,

@@ -129,8 +129,8 @@ def test_cells_take_turns_in_alternating_order() -> None:
 class Machine:
     """Starts engines as long as there is room for so many; cells of `broken` runners never start."""
 
-    def __init__(self, room: int, broken: str = "") -> None:
-        self.room, self.broken = room, broken
+    def __init__(self, room: int, broken: str = "", foreseen: str = "") -> None:
+        self.room, self.broken, self.foreseen = room, broken, foreseen
         self.live: list[Any] = []
         self.starts = 0
 
@@ -143,22 +143,30 @@ class Machine:
         self.live.append(self)
         return self
 
+    def shortage(self) -> str:
+        return self.foreseen if self.live else ""
+
     def close(self) -> None:
         self.live.remove(self)
 
 
 def test_engines_are_built_once_where_all_fit() -> None:
     machine, cells = Machine(room=2), [a_cell("none", "v1"), a_cell("none", "v2")]
-    engines = Engines(cells, machine.start)
+    engines = Engines(cells, machine.start, machine.shortage)
     assert engines.kept and "kept alive" in engines.how
     assert all(engines.get(cell) is machine for cell in cells * 3) and machine.starts == 2
     engines.close()
     assert not machine.live
 
 
-def test_engines_are_built_for_each_turn_where_memory_is_short_and_it_says_so() -> None:
-    machine, cells = Machine(room=1), [a_cell("none", "v1"), a_cell("none", "v2")]
-    engines = Engines(cells, machine.start)
+@pytest.mark.parametrize(
+    "machine_of", [lambda: Machine(room=1), lambda: Machine(room=2, foreseen="no room")]
+)
+def test_engines_are_built_for_each_turn_where_memory_is_short_and_it_says_so(
+    machine_of: Callable[[], Machine],
+) -> None:
+    machine, cells = machine_of(), [a_cell("none", "v1"), a_cell("none", "v2")]
+    engines = Engines(cells, machine.start, machine.shortage)
     assert not engines.kept and "built anew" in engines.how and "no room" in engines.how
     assert all(engines.get(cell) is machine and len(machine.live) == 1 for cell in cells * 3)
     assert not any(cell.refused for cell in cells)
@@ -166,7 +174,7 @@ def test_engines_are_built_for_each_turn_where_memory_is_short_and_it_says_so() 
 
 def test_an_engine_that_cannot_start_alone_is_refused_and_the_others_are_kept() -> None:
     machine, cells = Machine(room=2, broken="v2"), [a_cell("none", "v1"), a_cell("none", "v2")]
-    engines = Engines(cells, machine.start)
+    engines = Engines(cells, machine.start, machine.shortage)
     assert engines.kept and [cell.refused for cell in cells] == ["", "cannot be"]
     assert engines.get(cells[0]) is machine and engines.get(cells[1]) is None
 
