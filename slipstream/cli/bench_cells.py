@@ -117,10 +117,14 @@ class Visit(NamedTuple):
 
 
 def visits(cells: Sequence[Cell], concurrency: Sequence[int], repeats: int, kept: bool) -> Iterator[Visit]:
-    """Every cell in turn, each repeat in the other direction than the last. Where an engine is built for its
-    turn (not kept), it does every concurrency in it."""
+    """Every cell in turn: each repeat in the other direction than the last, each second one from the next
+    cell on, so that none is always first, last or in the middle. Where an engine is built for its turn (not
+    kept), it does every concurrency in it."""
     for repeat in range(repeats):
-        turn = cells if repeat % 2 == 0 else cells[::-1]
+        first = repeat // 2 % max(len(cells), 1)
+        turn = [*cells[first:], *cells[:first]]
+        if repeat % 2:
+            turn.reverse()
         if kept:
             yield from (Visit(repeat, count, cell) for count in concurrency for cell in turn)
         else:

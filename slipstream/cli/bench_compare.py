@@ -56,7 +56,7 @@ def add_parser(subparsers: Any) -> None:
         help="requests at once, a batch of each size (default: 1,8,64)",
     )
     group.add_argument(
-        "--repeats", type=positive, default=7, help="runs of each cell and batch (default: %(default)s)"
+        "--repeats", type=positive, default=8, help="runs of each cell and batch (default: %(default)s)"
     )
     add_report_flags(parser)
     parser.set_defaults(run=run)

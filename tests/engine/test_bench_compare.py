@@ -126,6 +126,14 @@ def test_cells_take_turns_in_alternating_order() -> None:
     assert rebuilt == [(1, "v1"), (8, "v1"), (1, "v2"), (8, "v2")]
 
 
+@pytest.mark.parametrize("names", ["ab", "abc", "abcd"])
+def test_every_cell_has_every_place_equally_often(names: str) -> None:
+    cells, repeats = [a_cell(name, "v2") for name in names], 2 * len(names)
+    methods = [visit.cell.method for visit in visits(cells, [1], repeats, kept=True)]
+    for place in range(len(names)):
+        assert sorted(methods[place :: len(names)]) == sorted(names * 2)
+
+
 class Machine:
     """Starts engines as long as there is room for so many; cells of `broken` runners never start."""
 
