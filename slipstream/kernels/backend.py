@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import logging
 import os
 from collections.abc import Callable
 from importlib import import_module
@@ -13,13 +14,21 @@ import torch
 
 from slipstream.kernels.cache import keep_compiled_kernels
 
-triton: Any
-tl: Any
-keep_compiled_kernels()
-try:
-    triton, tl = import_module("triton"), import_module("triton.language")
-except ImportError:  # torch's CPU builds come without it
-    triton, tl = None, SimpleNamespace(constexpr=lambda value: value)
+log = logging.getLogger("slipstream.kernels")
+
+INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
+# A process that only compiles kernels, for a GPU that need not be there, says so.
+COMPILING = os.environ.get("SLIPSTREAM_COMPILE_KERNELS") == "1"
+
+triton: Any = None
+tl: Any = SimpleNamespace(constexpr=lambda value: value)
+# Torch's CPU builds have no use for it, and where it is installed it costs time at import and words at exit.
+if INTERPRETED or COMPILING or torch.version.cuda is not None:
+    keep_compiled_kernels()
+    try:
+        triton, tl = import_module("triton"), import_module("triton.language")
+    except ImportError:
+        log.info("there is no Triton: kernels run in torch operations")
 
 # The type of what a kernel is given: Triton looks its annotations up, and accepts only its own names.
 if TYPE_CHECKING:
@@ -27,7 +36,6 @@ if TYPE_CHECKING:
 else:
     Arg = getattr(tl, "tensor", None)
 
-INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
 HOPPER = (9, 0)
 # Blocks over lanes are at least this wide, so that one compiled kernel serves any smaller count.
 FEW_LANES = 256

@@ -21,7 +21,9 @@ def folder_of(home: Path, **environment: str) -> Path:
     """What Triton itself says, in a process with this home."""
     base = {name: value for name, value in os.environ.items() if name != "TRITON_CACHE_DIR"}
     done = subprocess.run(
-        [sys.executable, "-c", SCRIPT], env=base | {"HOME": str(home)} | environment, capture_output=True,
+        [sys.executable, "-c", SCRIPT],
+        env=base | {"HOME": str(home), "SLIPSTREAM_COMPILE_KERNELS": "1"} | environment,
+        capture_output=True,
         text=True, check=True,
     )
     return Path(done.stdout.strip())
