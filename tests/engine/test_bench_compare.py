@@ -1,9 +1,8 @@
-"""`slipstream bench compare`: its statistics on hand-made numbers, its order of runs, and a whole comparison
-of a tiny model."""
+"""`slipstream bench compare`: its statistics on hand-made numbers, its order of runs, its engines, and
+comparisons of one runner; tests/runner_v1 has one of both."""
 
 from __future__ import annotations
 
-import json
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -20,7 +19,7 @@ from slipstream.cli.main import main
 
 SMALL = ["--max-model-len", "96", "--max-num-seqs", "8", "--dtype", "float32", "--no-progress"]
 LOAD = ["--input-len", "5:9", "--output-len", "6", "--concurrency", "1,3"]
-PNG = b"\x89PNG\r\n\x1a\n"
+V2 = ["--runners", "v2"]
 
 
 @pytest.fixture(scope="module")
@@ -187,64 +186,30 @@ def test_an_engine_that_cannot_start_alone_is_refused_and_the_others_are_kept() 
     assert engines.get(cells[0]) is machine and engines.get(cells[1]) is None
 
 
-def test_a_comparison_runs_every_cell_on_the_same_load_and_refuses_what_cannot_be(
-    model: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    file, plot = tmp_path / "report.json", tmp_path / "plot.png"
-    flags = ["--methods", "none,ngram", "--runners", "v1,v2", "--async", "on,off", "--repeats", "2", *LOAD]
-    flags += ["--json", str(file), "--plot", str(plot)]
-    assert main(["bench", "compare", str(model), *SMALL, *flags]) == 0
-    assert plot.read_bytes().startswith(PNG)
-    report, words = json.loads(file.read_text()), capsys.readouterr().out
-    cells = {(c["method"], c["runner"], c["asynchrony"]): c for c in report["cells"]}
-    assert len(cells) == 8
-    measured = {key for key, cell in cells.items() if not cell["refused"]}
-    assert measured == {("none", "v1", "off"), ("none", "v2", "on"), ("none", "v2", "off")}
-    for key in measured:
-        cell = cells[key]
-        assert cell["plan"]["model_runner"]["value"] == key[1]
-        assert cell["plan"]["async_scheduling"]["value"] is (key[2] == "on")
-        for concurrency in (1, 3):
-            runs = cell["runs"][str(concurrency)]
-            assert [run["repeat"] for run in runs] == [0, 1]
-            for run in runs:
-                assert run["output_tokens"] == 6 * concurrency and run["acceptance"] is None
-                assert run["tokens_per_second"] == pytest.approx(run["output_tokens"] / run["seconds"])
-                assert 0 < run["ttft_ms"] + 5 * run["tpot_ms"] < 1e3 * run["seconds"]
-    orders = [run["order"] for key in measured for runs in cells[key]["runs"].values() for run in runs]
-    assert sorted(orders) == list(range(3 * 2 * 2)), "no run is lost, and none of the warm-up counts"
-    assert "--async-scheduling" in cells["none", "v1", "on"]["refused"]
-    assert "--speculative-config" in cells["ngram", "v2", "off"]["refused"]
-    assert report["engines"].startswith("kept alive") and report["engines"] in words
-    assert "runner v1 waits for every token" in words and "refused [1]" in words
-    assert "effect of method\n  nothing to compare" in words
-    kinds = {(e["attribute"], e["within"]) for e in report["effects"]}
-    assert kinds == {("runner", "none, async off"), ("asynchrony", "none, v2")}
-
-
 def test_cells_get_equal_requests_and_repeats_get_new_ones(
     model: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     from slipstream.engine.llm import LLM
 
-    seen: dict[str, list[Any]] = {"v1": [], "v2": []}
-    tokens: dict[str, list[Any]] = {"v1": [], "v2": []}
+    seen: dict[bool | None, list[Any]] = {False: [], True: []}
+    tokens: dict[bool | None, list[Any]] = {False: [], True: []}
     generate = LLM.generate
 
     def watch(llm: LLM, prompts: Any, params: Any, **others: Any) -> Any:
         outputs = generate(llm, prompts, params, **others)
-        seen[llm.args.model_runner].append([
+        seen[llm.args.async_scheduling].append([
             (p["prompt_token_ids"], one.seed, one.max_tokens) for p, one in zip(prompts, params, strict=True)
         ])  # fmt: skip
-        tokens[llm.args.model_runner].append([output.outputs[0].token_ids for output in outputs])
+        tokens[llm.args.async_scheduling].append([output.outputs[0].token_ids for output in outputs])
         return outputs
 
     monkeypatch.setattr(LLM, "generate", watch)
-    assert main(["bench", "compare", str(model), *SMALL, *LOAD, "--repeats", "3"]) == 0
-    assert seen["v1"] == seen["v2"] and len(seen["v1"]) == 2 + 3 * 2
-    prompts = [str(prompt) for batch in seen["v1"] for prompt, _, _ in batch]
+    flags = [*SMALL, *LOAD, *V2, "--async", "on,off", "--repeats", "3"]
+    assert main(["bench", "compare", str(model), *flags]) == 0
+    assert seen[False] == seen[True] and len(seen[False]) == 2 + 3 * 2
+    prompts = [str(prompt) for batch in seen[False] for prompt, _, _ in batch]
     assert len(set(prompts)) == len(prompts), "a prefix cache finds nothing"
-    assert tokens["v1"] == tokens["v2"], "the same seeds draw the same tokens"
+    assert tokens[False] == tokens[True], "the same seeds draw the same tokens"
 
 
 @pytest.mark.parametrize(
@@ -267,7 +232,7 @@ def test_what_cannot_be_compared_is_an_error_that_names_it(
     model: Path, flags: list[str], words: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
     try:
-        status = main(["bench", "compare", str(model), *SMALL, *LOAD, *flags])
+        status = main(["bench", "compare", str(model), *SMALL, *LOAD, *V2, *flags])
     except SystemExit as end:
         status = int(end.code or 0)
     assert status == 2 and words in capsys.readouterr().err
