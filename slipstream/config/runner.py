@@ -6,7 +6,7 @@ Raises ValueError that names both sides of a contradiction.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from importlib.util import find_spec
+from pathlib import Path
 from typing import Literal, NamedTuple
 
 from slipstream.config.args import EngineArgs
@@ -31,8 +31,8 @@ class Vote(NamedTuple):
 def has_runner_v1() -> bool:
     """Whether the old runner's folder is there. One without a module, such as its deletion may leave, is
     not."""
-    spec = find_spec("slipstream.runner_v1")
-    return spec is not None and spec.origin is not None
+    # Beside this very package: an editable install would find another tree's.
+    return (Path(__file__).parents[1] / "runner_v1" / "__init__.py").exists()
 
 
 def choose_runner(

@@ -62,5 +62,5 @@ def test_without_its_folder_the_old_runner_is_refused_by_name(tmp_path):
         "make_plan(EngineArgs(model=model, model_runner='v1'))\n"
     )
     done = python(tree, "-c", f"import sys; sys.path.append('tests')\n{code}")
-    assert done.stdout.split() == ["v2"]
+    assert done.stdout.split() == ["v2"], done.stderr
     assert "--model-runner=v1" in done.stderr.splitlines()[-1]

@@ -76,7 +76,7 @@ def run_script(tmp_path: Path, *models: str, peer: Path) -> subprocess.Completed
     bench.write_text(BENCH)
     environment = {
         "BENCH": str(bench), "PEER": str(peer), "LOADS": "bs1,nano", "RESULTS": str(tmp_path / "results"),
-        "PYTHON": sys.executable, "HOME": str(tmp_path),
+        "PYTHON": sys.executable, "HOME": str(tmp_path), "TRITON_CACHE_DIR": str(tmp_path / "cache"),
     }
     command = [str(ROOT / "benchmarks" / "gpu.sh"), *models]
     return subprocess.run(command, env=os.environ | environment, capture_output=True, text=True, check=False)
