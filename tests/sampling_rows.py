@@ -20,6 +20,25 @@ from slipstream.sampling.protocol import Feature, SampleBatch
 CPU = torch.device("cpu")
 MAX_MODEL_LEN = 48
 
+# Each way through the fused sampler: a best token that is plainly kept, or weighed, or not kept again and
+# again; few candidates, more, passes over a whole row.
+WAYS_TO_TRUNCATE = [
+    {"temperature": 0.8, "top_k": 40, "top_p": 0.95},
+    {"top_k": 1},
+    {"top_k": 64, "min_p": 0.1},
+    {"top_p": 0.9},
+    {"temperature": 0.7, "top_p": 1e-4},
+    {"min_p": 0.05},
+    {"top_k": 100},
+    {"top_k": 700, "top_p": 0.9},
+    {"min_p": 1e-6, "top_p": 0.99},
+    {"temperature": 5.0, "top_p": 0.9},
+    {"temperature": 9.0, "top_p": 0.02},
+    {"temperature": 9.0, "top_p": 0.1, "min_p": 0.2},
+    {"temperature": 5.0, "min_p": 0.1},
+    {"temperature": 5.0, "top_k": 3000, "top_p": 0.9, "min_p": 0.001},
+]
+
 # One row of every kind; end id 0.
 KINDS = [
     {"temperature": 0.0},

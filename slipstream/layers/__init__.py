@@ -1,2 +1,1 @@
-"""Maths with arguments that several architectures share: linear, norm, rotary positions, embedding,
-activation."""
+"""Maths with arguments that several architectures share: linear, norm, rotary positions, embedding."""

@@ -12,7 +12,7 @@ import torch
 import torch.nn.functional as F
 
 from slipstream.attention.protocol import Attend
-from slipstream.layers.activation import silu_and_mul
+from slipstream.kernels.silu_and_mul import silu_and_mul_reference
 from slipstream.layers.embedding import Embedding
 from slipstream.layers.linear import Linear, LinearBackend
 from slipstream.layers.norm import HeadNorm, NoHeadNorm, RMSNorm
@@ -82,7 +82,7 @@ class TorchPass:
         return linear(norm(self._residual_MH))[: self._tokens]
 
     def project_gated(self, norm: RMSNorm, linear: Linear) -> Tensor:
-        return silu_and_mul(linear(norm(self._residual_MH)))
+        return silu_and_mul_reference(linear(norm(self._residual_MH)))
 
     def mix(self, layer: int, heads: TorchHeads, qkv_TN: Tensor, attend: Attend) -> Tensor:
         qkv_TXD = qkv_TN.view(self._tokens, -1, heads.head_dim)

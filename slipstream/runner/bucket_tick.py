@@ -14,9 +14,8 @@ import torch
 
 from slipstream.attention.protocol import AttentionBackend, AttentionBatch
 from slipstream.contracts.step import StepPlan, empty_i32
-from slipstream.kernels.commit import CommitRing, commit_step
+from slipstream.kernels.commit import CommitRing
 from slipstream.kernels.logprobs import token_logprobs
-from slipstream.kernels.step_inputs import build_step_inputs
 from slipstream.models.base import Model
 from slipstream.rows.doors import leave
 from slipstream.rows.table import RowTable
@@ -24,7 +23,15 @@ from slipstream.runner.graphs import Graphs
 from slipstream.runner.lanes import BucketLanes, stage_bucket
 from slipstream.runner.mirror import RowMirror
 from slipstream.runner.shapes import Shape, Shapes
-from slipstream.runner.tick import NOTHING, PromptScorer, Scores, StepWork, TickOutput
+from slipstream.runner.tick import (
+    NOTHING,
+    PromptScorer,
+    Scores,
+    StepWork,
+    TickOutput,
+    commit_to,
+    inputs_of,
+)
 from slipstream.sampling.pipeline import Pipeline
 from slipstream.sampling.protocol import SampleBatch
 
@@ -34,8 +41,8 @@ NO_BOUNDS = empty_i32()
 
 
 class BucketTick:
-    """Binds the parts. Call capture() once the KV pool has its final place; until then every step is
-    eager."""
+    """Binds the parts. Its graphs are captured once the KV pool has its final place; until then every step
+    is eager."""
 
     def __init__(
         self,
@@ -98,18 +105,8 @@ class BucketTick:
 
     def _body(self, shape: Shape) -> Scores | None:
         """The whole tick. Returns the logprobs, where the shape has them."""
-        columns, arrays = self._table.columns, self._table.lanes
-        inputs = build_step_inputs(
-            arrays["lane_to_row"][: shape.lanes],
-            arrays["lane_query_len"][: shape.lanes],
-            shape.tokens,
-            tokens_RM=columns["tokens"],
-            num_computed_R=columns["num_computed"],
-            alive_R=columns["alive"],
-            blocks_RB=columns["blocks"],
-            block_size=self._table.block_size,
-            one_each=shape.decode,
-        )
+        columns = self._table.columns
+        inputs = inputs_of(self._table, shape.lanes, shape.tokens, shape.decode)
         batch = AttentionBatch(
             query_start_L1=inputs.query_start_L1,
             length_L=inputs.length_L,
@@ -133,17 +130,5 @@ class BucketTick:
         scores = None
         if shape.num_logprobs >= 0:
             scores = token_logprobs(logits_LV, sampled.tokens_N, shape.num_logprobs)
-        commit_step(
-            inputs,
-            self._lane_L[: shape.lanes],
-            sampled.tokens_N,
-            sampled.ok_N,
-            tokens_RM=columns["tokens"],
-            length_R=columns["length"],
-            num_computed_R=columns["num_computed"],
-            max_len_R=columns["max_len"],
-            end_ids_RE=columns["end_ids"],
-            alive_R=columns["alive"],
-            record=self._ring,
-        )
+        commit_to(self._table, inputs, self._lane_L[: shape.lanes], sampled, self._ring)
         return scores

@@ -15,7 +15,7 @@ import torch
 
 from slipstream.attention.protocol import AttentionBackend, AttentionBatch
 from slipstream.contracts.step import StepPlan
-from slipstream.kernels.commit import commit_step
+from slipstream.kernels.commit import CommitRecord, CommitRing, commit_step
 from slipstream.kernels.logprobs import token_logprobs
 from slipstream.kernels.step_inputs import StepInputs, build_step_inputs
 from slipstream.models.base import Model
@@ -24,7 +24,7 @@ from slipstream.rows.doors import OutRecord, StagedWrites, from_host, leave
 from slipstream.rows.table import RowTable
 from slipstream.runner.lanes import LOGPROBS, ExactLanes, LaneSet, PromptScore, stage_exact
 from slipstream.runner.mirror import RowMirror
-from slipstream.sampling.pipeline import Pipeline
+from slipstream.sampling.pipeline import Pipeline, SampledTokens
 from slipstream.sampling.protocol import SampleBatch
 
 Tensor = torch.Tensor
@@ -70,6 +70,46 @@ class Tick(Protocol):
         ...
 
 
+def inputs_of(table: RowTable, lanes: int, tokens: int, one_each: bool) -> StepInputs:
+    """The inputs of the step that the table's lane arrays describe."""
+    columns, arrays = table.columns, table.lanes
+    return build_step_inputs(
+        arrays["lane_to_row"][:lanes],
+        arrays["lane_query_len"][:lanes],
+        tokens,
+        tokens_RM=columns["tokens"],
+        num_computed_R=columns["num_computed"],
+        alive_R=columns["alive"],
+        blocks_RB=columns["blocks"],
+        block_size=table.block_size,
+        one_each=one_each,
+    )
+
+
+def commit_to(
+    table: RowTable,
+    inputs: StepInputs,
+    lane_N: Tensor,
+    sampled: SampledTokens,
+    record: CommitRecord | CommitRing,
+) -> None:
+    """The end of a step: what lanes lane_N (int64) sampled goes into their rows and into the record."""
+    columns = table.columns
+    commit_step(
+        inputs,
+        lane_N,
+        sampled.tokens_N,
+        sampled.ok_N,
+        tokens_RM=columns["tokens"],
+        length_R=columns["length"],
+        num_computed_R=columns["num_computed"],
+        max_len_R=columns["max_len"],
+        end_ids_RE=columns["end_ids"],
+        alive_R=columns["alive"],
+        record=record,
+    )
+
+
 class PromptScorer:
     """Logprobs of prompt tokens, from the hidden states of a step."""
 
@@ -109,40 +149,14 @@ class EagerTick:
         if len(work.fresh_blocks):
             self._attention.clear(from_host(work.fresh_blocks, self._table.device).long())
         lanes: ExactLanes = work.lanes
-        inputs = self._inputs(lanes)
+        one_each = lanes.num_decode_lanes == lanes.num_lanes
+        inputs = inputs_of(self._table, lanes.num_lanes, lanes.num_tokens, one_each)
         attend = self._attention.bind(self._attention_batch(inputs, work))
         hidden_TH = self._model.forward(inputs.token_T, inputs.position_T, attend)
         sample_N = self._table.lanes["sample_to_lane"][: lanes.num_samples].long()
-        logprobs, token_N, ok_N = self._sample(hidden_TH, inputs, sample_N, lanes)
-        columns = self._table.columns
-        commit_step(
-            inputs,
-            sample_N,
-            token_N,
-            ok_N,
-            tokens_RM=columns["tokens"],
-            length_R=columns["length"],
-            num_computed_R=columns["num_computed"],
-            max_len_R=columns["max_len"],
-            end_ids_RE=columns["end_ids"],
-            alive_R=columns["alive"],
-            record=work.record.lines(lanes.num_lanes),
-        )
+        logprobs, sampled = self._sample(hidden_TH, inputs, sample_N, lanes)
+        commit_to(self._table, inputs, sample_N, sampled, work.record.lines(lanes.num_lanes))
         return TickOutput(logprobs, [self._score_prompt(hidden_TH, score) for score in work.prompt_scores])
-
-    def _inputs(self, lanes: ExactLanes) -> StepInputs:
-        columns, arrays = self._table.columns, self._table.lanes
-        return build_step_inputs(
-            arrays["lane_to_row"][: lanes.num_lanes],
-            arrays["lane_query_len"][: lanes.num_lanes],
-            lanes.num_tokens,
-            tokens_RM=columns["tokens"],
-            num_computed_R=columns["num_computed"],
-            alive_R=columns["alive"],
-            blocks_RB=columns["blocks"],
-            block_size=self._table.block_size,
-            one_each=lanes.num_decode_lanes == lanes.num_lanes,
-        )
 
     def _attention_batch(self, inputs: StepInputs, work: StepWork) -> AttentionBatch:
         return AttentionBatch(
@@ -159,11 +173,11 @@ class EagerTick:
 
     def _sample(
         self, hidden_TH: Tensor, inputs: StepInputs, sample_N: Tensor, lanes: ExactLanes
-    ) -> tuple[Scores | None, Tensor, Tensor]:
+    ) -> tuple[Scores | None, SampledTokens]:
         """Token and validity of every sampling lane, and raw logprobs of those that asked."""
         if len(sample_N) == 0:
             empty = sample_N.int()
-            return None, empty, empty.bool()
+            return None, SampledTokens(empty, empty.bool())
         last_N = (inputs.query_start_L1[1:][sample_N] - 1).long()
         logits_NV = self._model.logits(hidden_TH[last_N]).float()
         row_N = inputs.row_L[sample_N]
@@ -175,8 +189,8 @@ class EagerTick:
         batch = SampleBatch(row_N, self._table.columns["length"][row_N], self._table.columns, places)
         sampled = self._pipeline.sample(logits_NV, batch)
         if raw is None or asked is None:
-            return None, sampled.tokens_N, sampled.ok_N
+            return None, sampled
         # A row that fails has no token; its scores are never read.
         token = sampled.tokens_N[asked].clamp(min=0)
         ids, values, rank = map(leave, token_logprobs(raw, token, lanes.num_logprobs))
-        return (ids, values, rank), sampled.tokens_N, sampled.ok_N
+        return (ids, values, rank), sampled

@@ -45,9 +45,10 @@ class Compiling:
         if not self._wanted:
             return
         missing = self._known.missing(list_launches(trial))
-        if len(missing) > FEW_KERNELS:
+        if self._workers is None and len(missing) > FEW_KERNELS:
+            self._workers = Workers(self._capability)
+        if self._workers is not None:
             log.info("compiling %d kernels, once for this machine", len(missing))
-            self._workers = self._workers or Workers(self._capability)
             self._workers.compile(missing, meanwhile)
             log.info("kernels are compiled")
         self._known.add(missing)

@@ -12,7 +12,6 @@ Exit status 1 where a check failed.
 from __future__ import annotations
 
 import dataclasses
-import statistics
 import sys
 import time
 import traceback
@@ -26,6 +25,7 @@ ROOT = Path(__file__).parents[2]
 sys.path[:0] = [str(ROOT), str(ROOT / "tests")]
 
 from sampling_rows import (  # noqa: E402
+    WAYS_TO_TRUNCATE,
     chi_square_is_plausible,
     legal_probabilities,
     make_batch,
@@ -35,31 +35,14 @@ from sampling_rows import (  # noqa: E402
     random_logits,
     rows_of_every_kind,
 )
+from time_kernels import graph_us  # noqa: E402
 
 from slipstream.kernels.logprobs import token_logprobs, token_logprobs_reference  # noqa: E402
 
 CUDA = torch.device("cuda")
 BYTES_PER_US = 4.59e6
 QWEN_VOCAB = 151936
-TRUNCATIONS = [
-    {"temperature": 0.8, "top_k": 40, "top_p": 0.95},
-    {"top_k": 1},
-    {"top_k": 64, "min_p": 0.1},
-    {"top_p": 0.9},
-    {"temperature": 0.7, "top_p": 1e-4},
-    {"min_p": 0.05},
-    {"top_k": 100},
-    {"top_k": 700, "top_p": 0.9},
-    {"min_p": 1e-6, "top_p": 0.99},
-    {"temperature": 5.0, "top_p": 0.9},
-    {"temperature": 9.0, "top_p": 0.02},
-    {"temperature": 9.0, "top_p": 0.1, "min_p": 0.2},
-    {"temperature": 5.0, "min_p": 0.1},
-    {"temperature": 5.0, "top_k": 3000, "top_p": 0.9, "min_p": 0.001},
-    {"temperature": 9.0, "top_k": 60000},
-    {},
-    {"temperature": 0.0},
-]
+TRUNCATIONS = [*WAYS_TO_TRUNCATE, {"temperature": 9.0, "top_k": 60000}, {}, {"temperature": 0.0}]
 failures: list[str] = []
 
 
@@ -164,26 +147,6 @@ def logprobs_agree(vocab: int, dtype: torch.dtype, num_top: int) -> str:
 
 
 # ---------------------------------------------------------------- time
-
-
-def graph_us(runs: list[Callable[[], object]], repeats: int = 15) -> float:
-    """Median microseconds of one of runs, captured one after the other in one graph."""
-    for run in runs[:2]:
-        run()
-    torch.cuda.synchronize()
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        for run in runs:
-            run()
-    times = []
-    for _ in range(repeats):
-        begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-        begin.record()
-        graph.replay()
-        end.record()
-        end.synchronize()
-        times.append(begin.elapsed_time(end) * 1000 / len(runs))
-    return statistics.median(times)
 
 
 LOADS: dict[str, tuple[str, dict[str, float]]] = {

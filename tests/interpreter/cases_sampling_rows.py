@@ -8,6 +8,7 @@ import pytest
 import torch
 from sampling_rows import (
     KINDS,
+    WAYS_TO_TRUNCATE,
     chi_square_is_plausible,
     legal_probabilities,
     make_batch,
@@ -24,24 +25,9 @@ from slipstream.kernels.logprobs import token_logprobs, token_logprobs_reference
 # A division by zero is how the interpreter computes what a GPU gives as infinity.
 pytestmark = pytest.mark.filterwarnings("ignore:.*encountered:RuntimeWarning")
 
-# Each way through the fused sampler: a best token that is plainly kept, or weighed, or not kept again and
-# again; few candidates, more, passes over a whole row.
 TRUNCATIONS = [
-    {"temperature": 0.8, "top_k": 40, "top_p": 0.95},
-    {"top_k": 1},
-    {"top_k": 64, "min_p": 0.1},
-    {"top_p": 0.9},
-    {"temperature": 0.7, "top_p": 1e-4},
-    {"min_p": 0.05},
+    *WAYS_TO_TRUNCATE,
     {"min_p": 1.0},
-    {"top_k": 100},
-    {"top_k": 700, "top_p": 0.9},
-    {"min_p": 1e-6, "top_p": 0.99},
-    {"temperature": 5.0, "top_p": 0.9},
-    {"temperature": 9.0, "top_p": 0.02},
-    {"temperature": 9.0, "top_p": 0.1, "min_p": 0.2},
-    {"temperature": 5.0, "min_p": 0.1},
-    {"temperature": 5.0, "top_k": 3000, "top_p": 0.9, "min_p": 0.001},
     {"temperature": 9.0, "top_k": 2500},
     {"temperature": 1e-5, "top_p": 0.5},
     {},
