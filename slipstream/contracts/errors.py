@@ -27,3 +27,11 @@ class EngineError(RuntimeError):
 
 class EngineDeadError(EngineError):
     """The engine process ended and cannot take requests."""
+
+
+class QueueTimeoutError(EngineError):
+    """The request waited for a row longer than it was allowed to, and was given up. seconds: how long."""
+
+    def __init__(self, seconds: float) -> None:
+        super().__init__(f"no row became free within {seconds:g} seconds: try again later")
+        self.seconds = seconds

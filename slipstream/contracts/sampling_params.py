@@ -7,6 +7,7 @@ from dataclasses import dataclass, replace
 from enum import IntEnum
 
 from slipstream.contracts import limits
+from slipstream.contracts.structured_outputs import StructuredOutputsParams
 
 
 class RequestOutputKind(IntEnum):
@@ -25,7 +26,8 @@ class SamplingParams:
     The order in which features act on a row's logits is stated in docs/sampling.md: allowed ids, bias,
     minimum length, bad words, repetition, frequency and presence penalties, temperature, min_p, top_k, top_p.
     `logprobs` counts the alternatives a generated token returns (values are of the unmodified distribution);
-    `top_k` of 0 or -1 means all tokens; `seed` makes a request repeatable, alone or in any batch.
+    `top_k` of 0 or -1 means all tokens; `seed` makes a request repeatable, alone or in any batch;
+    `structured_outputs` constrains the text.
     """
 
     n: int = 1
@@ -51,6 +53,7 @@ class SamplingParams:
     spaces_between_special_tokens: bool = True
     logit_bias: Mapping[int, float] | None = None
     allowed_token_ids: Sequence[int] | None = None
+    structured_outputs: StructuredOutputsParams | None = None
     output_kind: RequestOutputKind = RequestOutputKind.CUMULATIVE
 
     def __post_init__(self) -> None:

@@ -15,6 +15,7 @@ from slipstream.config.args import EngineArgs
 from slipstream.contracts.errors import BadRequest
 from slipstream.contracts.limits import MAX_END_TOKEN_IDS, check_request
 from slipstream.contracts.sampling_params import SamplingParams
+from slipstream.contracts.structured_outputs import FIELD
 from slipstream.engine.client import EngineInfo
 from slipstream.text.tokenizer import Tokenizer, load_tokenizer
 
@@ -75,6 +76,9 @@ class InputProcessor:
         """Raises BadRequest that names the field, its value and the limit."""
         if priority and not self._by_priority:
             raise BadRequest("priority", priority, "must be 0 unless --scheduling-policy=priority")
+        if params.structured_outputs is not None:
+            limit = "structured outputs are not built in this engine"
+            raise BadRequest(FIELD, params.structured_outputs, limit)
         text, given, salt = _parts(prompt)
         token_ids = self._encode(text) if given is None else given
         ends = () if params.ignore_eos else self._end_token_ids
