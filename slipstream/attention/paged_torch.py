@@ -8,6 +8,7 @@ positions, B blocks.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -110,44 +111,59 @@ class PagedTorchStep:
         backend, shape = self._backend, self._backend.layers[layer]
         for pool, new_TGD in ((backend.keys[layer], k_TGD), (backend.values[layer], v_TGD)):
             pool.flatten(0, 1).index_copy_(0, self._slot_T, new_TGD.to(backend.dtype))
+        if len(self._decodes) == 1 and not self._prefills:
+            return self._decode(layer, 0, self._decodes[0], q_THD)
         out_THD = torch.empty_like(q_THD)
         for number, group in enumerate(self._decodes):
-            self._decode(layer, number, group, q_THD, out_THD)
+            out_LHD = self._decode(layer, number, group, q_THD)
+            if group.lane_L is None:
+                out_THD[: len(out_LHD)] = out_LHD
+            else:
+                out_THD.index_copy_(0, group.lane_L, out_LHD)
         for number, lane in enumerate(self._prefills):
             k_1GSD, v_1GSD = backend.gather(layer, lane.block_B[None], q_THD.dtype)
             size = len(lane.key_S)
             q_HTD = q_THD[lane.tokens].transpose(0, 1)
             causal = lane.whole and (shape.window is None or size <= shape.window)
             mask = (
-                None if causal else self._mask(-1 - number, shape.window, lane.position_T1, None, lane.key_S)
+                None
+                if causal
+                else self._mask(-1 - number, shape.window, lane.position_T1, None, lane.key_S, q_THD.dtype)
             )
             out_HTD = _attend(q_HTD[None], k_1GSD[:, :, :size], v_1GSD[:, :, :size], mask, causal, shape)
             out_THD[lane.tokens] = out_HTD[0].transpose(0, 1)
         return out_THD
 
-    def _decode(self, layer: int, number: int, group: DecodeGroup, q_THD: Tensor, out_THD: Tensor) -> None:
+    def _decode(self, layer: int, number: int, group: DecodeGroup, q_THD: Tensor) -> Tensor:
+        """[L, H, D] of the group's lanes."""
         shape = self._backend.layers[layer]
         lanes = group.block_LB.shape[0]
         q_LHD = q_THD[:lanes] if group.lane_L is None else q_THD.index_select(0, group.lane_L)
         k_LGSD, v_LGSD = self._backend.gather(layer, group.block_LB, q_THD.dtype)
         # The queries of a KV head's group stand in for a query axis: no copy of K and V for each head.
         q_LGQD = q_LHD.view(lanes, shape.num_kv_heads, -1, q_LHD.shape[2])
-        mask = self._mask(number, shape.window, group.position_L1, group.length_L1, group.key_S)
-        out_LHD = _attend(q_LGQD, k_LGSD, v_LGSD, mask[:, None, None], False, shape).flatten(1, 2)
-        if group.lane_L is None:
-            out_THD[:lanes] = out_LHD
-        else:
-            out_THD.index_copy_(0, group.lane_L, out_LHD)
+        mask = self._mask(
+            number, shape.window, group.position_L1, group.length_L1, group.key_S, q_THD.dtype
+        )
+        return _attend(q_LGQD, k_LGSD, v_LGSD, mask[:, None, None], False, shape).flatten(1, 2)
 
     def _mask(
-        self, number: int, window: int | None, position_X1: Tensor, length_X1: Tensor | None, key_S: Tensor
+        self,
+        number: int,
+        window: int | None,
+        position_X1: Tensor,
+        length_X1: Tensor | None,
+        key_S: Tensor,
+        dtype: torch.dtype,
     ) -> Tensor:
-        """bool [X, S], True where the query at position sees the key."""
+        """dtype [X, S], 0 where the query at position sees the key, else -inf."""
         mask = self._masks.get((number, window))
         if mask is None:
             mask = key_S < length_X1 if length_X1 is not None else key_S <= position_X1
             if window is not None:
                 mask = mask & (key_S > position_X1 - window)
+            # What is added to the scores: torch would make it of a bool mask again in every layer.
+            mask = torch.zeros(mask.shape, dtype=dtype, device=mask.device).masked_fill_(~mask, -math.inf)
             self._masks[number, window] = mask
         return mask
 
@@ -221,7 +237,7 @@ def _attend(
     score = torch.matmul(q_XHTD.float(), k_XGSD.float().transpose(-1, -2)).mul_(shape.scale)
     score = torch.tanh(score / shape.soft_cap) * shape.soft_cap
     if causal:
-        mask = torch.ones(score.shape[-2:], dtype=torch.bool, device=score.device).tril()
+        mask = torch.full(score.shape[-2:], -math.inf, device=score.device).triu_(1)
     if mask is not None:
-        score = score.masked_fill(~mask, float("-inf"))
+        score = score + mask
     return torch.matmul(score.softmax(-1), v_XGSD.float()).to(q_XHTD.dtype)

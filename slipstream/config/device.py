@@ -81,8 +81,8 @@ def choose_for_device(
     activations = facts.cpu_activations.get(dtype, dtype) if device == "cpu" else dtype
     kv_cache_dtype = _kv_cache_dtype(args, facts, attention, activations, choices)
     compile_mode = _compile_mode(args, device, choices)
-    if args.batch_invariant and attention != "triton":
-        raise ValueError(f"--batch-invariant: needs Triton's attention; on this {device} it is in torch")
+    if args.batch_invariant and device == "cuda" and attention != "triton":
+        raise ValueError("--batch-invariant: needs Triton's attention; on this cuda it is in torch")
     if args.batch_invariant and compile_mode != "none":
         raise ValueError("--batch-invariant: torch.compile picks kernels by size; drop --compilation-config")
     choices["batch_invariant"] = Choice(

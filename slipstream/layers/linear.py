@@ -67,19 +67,30 @@ def planned_activations(dtype: torch.dtype, device: torch.device) -> torch.dtype
     return torch.float32 if fbgemm and dtype in (torch.bfloat16, torch.float16) else dtype
 
 
-def choose_linear(dtype: torch.dtype, device: torch.device, refused: str = "") -> LinearBackend:
-    """The backend for weights of dtype on device. refused: why FBGEMM, which would be chosen, cannot be
-    used."""
+def choose_linear(
+    dtype: torch.dtype, device: torch.device, *, batch_invariant: bool = False, refused: str = ""
+) -> LinearBackend:
+    """The backend for weights of dtype on device. refused: why FBGEMM, which would be chosen, cannot be used.
+
+    float32 is batch-invariant wherever it can be, which costs little. Half precision is when asked for:
+    FBGEMM needs a single row padded to three, and that makes it a third slower. Raises ValueError where
+    batch_invariant cannot be had.
+    """
     kind = str(dtype).removeprefix("torch.")
     x86 = device.type == "cpu" and platform.machine().lower() in ("x86_64", "amd64")
     if x86 and dtype is torch.float32 and torch.backends.mkldnn.enabled:
         reason = "float32 on an x86 CPU: oneDNN with packed weights"
-        return LinearBackend("onednn", reason, dtype, _OnednnLinear, padding=_row_padding(_OnednnLinear))
+        padding = _row_padding(_OnednnLinear)
+        if padding or not batch_invariant:
+            return LinearBackend("onednn", reason, dtype, _OnednnLinear, padding=padding)
     if planned_activations(dtype, device) is not dtype and not refused:
         reason = f"{kind} on an x86 CPU: FBGEMM, float16 packed weights with float32 activations"
-        padding = _row_padding(_FbgemmLinear)
-        return LinearBackend("fbgemm", reason, torch.float32, _FbgemmLinear, HALF_MAX, padding)
+        padding = _row_padding(_FbgemmLinear) if batch_invariant else ()
+        if padding or not batch_invariant:
+            return LinearBackend("fbgemm", reason, torch.float32, _FbgemmLinear, HALF_MAX, padding)
     reason = f"F.linear in {kind} on {device.type}" + (f": {refused}" if refused else "")
+    if batch_invariant:
+        raise ValueError(f"--batch-invariant: results would depend on the batch with {reason}")
     return LinearBackend("torch", reason, dtype, _TorchLinear)
 
 
@@ -126,7 +137,7 @@ def _row_padding(make: Make) -> tuple[int, ...]:
     """Rows to add to 1 .. PIECE_ROWS rows, so that no row differs from its result in a large batch.
 
     Kernels for one or two left-over rows may add in another order. Which counts leave such rows depends on
-    the processor, so it is found by trying. No padding at all where that would take many rows.
+    the processor, so it is found by trying. Empty where that would take many rows.
     """
     draw = torch.Generator().manual_seed(0)
     threads = torch.get_num_threads()
@@ -144,4 +155,4 @@ def _row_padding(make: Make) -> tuple[int, ...]:
     good = [m for m in range(2 * PIECE_ROWS) if even[m] and even[m + PIECE_ROWS]]
     never = 3 * PIECE_ROWS
     padding = [min((m for m in good if m >= m0), default=never) - m0 for m0 in range(PIECE_ROWS)]
-    return tuple(padding) if max(padding) <= MAX_PADDING else (0,) * PIECE_ROWS
+    return tuple(padding) if max(padding) <= MAX_PADDING else ()

@@ -62,8 +62,8 @@ def load_model(
     save memory.
 
     load_format: auto (what path holds), safetensors, gguf, or dummy (random weights from seed; path may lack
-    weights). fused: on Triton kernels, whose attention prepares q and k itself; batch_invariant: of
-    those, one choice of tiles for any batch. Raises ValueError that names
+    weights). fused: on Triton kernels, whose attention prepares q and k itself. batch_invariant: a row's
+    results do not depend on who else is in the step. Raises ValueError that names
     weights which are missing, unexpected or of another shape.
     """
     if load_format not in LOAD_FORMATS:
@@ -91,9 +91,12 @@ def load_model(
         if fused:
             return build(FusedMaths(dtype, device, batch_invariant))
         try:
-            return build(TorchMaths(choose_linear(dtype, device)))
+            return build(TorchMaths(choose_linear(dtype, device, batch_invariant=batch_invariant)))
         except _RangeError as error:
-            return build(TorchMaths(choose_linear(dtype, device, refused=str(error))))
+            torch_linear = choose_linear(
+                dtype, device, batch_invariant=batch_invariant, refused=str(error)
+            )
+            return build(TorchMaths(torch_linear))
 
 
 def _reading(source: WeightSource, order: Shapes, device: torch.device) -> AbstractContextManager[Read]:

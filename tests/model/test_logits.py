@@ -159,7 +159,7 @@ def test_half_precision_is_no_worse_than_transformers(
     """transformers in the same type rounds every activation; our residual and rotation stay in float32."""
     folder, tokens_T = tiny_model(family), tokens(96)
     source, spec = SafetensorsSource(folder, CPU), read_spec(folder)
-    linear = choose_linear(dtype, CPU, refused)
+    linear = choose_linear(dtype, CPU, refused=refused)
     model = MODELS[spec.architecture](spec, lambda name: source.get(name).to(dtype), TorchMaths(linear), CPU)
     expected = reference(folder, tokens_T, [96])
     rounded = AutoModelForCausalLM.from_pretrained(folder, dtype=dtype, attn_implementation="eager")
@@ -173,7 +173,9 @@ def test_half_precision_is_no_worse_than_transformers(
 def test_a_token_computes_the_same_bits_whoever_is_in_its_step(
     tiny_model: Callable[..., Path], dtype: torch.dtype
 ) -> None:
-    model, tokens_T, positions_T = ours(tiny_model("qwen3", seed=3), dtype), tokens(140), torch.arange(140)
+    folder, tokens_T, positions_T = tiny_model("qwen3", seed=3), tokens(140), torch.arange(140)
+    asked = dtype is not torch.float32  # float32 is so unasked
+    model = load_model(folder, read_spec(folder), dtype=dtype, device=CPU, batch_invariant=asked)
 
     def attend(layer: int, q_THD: Tensor, k_TGD: Tensor, v_TGD: Tensor) -> Tensor:
         return q_THD + k_TGD.repeat_interleave(2, 1) * v_TGD.repeat_interleave(2, 1)

@@ -143,7 +143,7 @@ def test_compilation_is_asked_for_as_json_or_as_a_mapping(config: Any) -> None:
         (BARE_CUDA, {"kv_cache_dtype": "fp8"}, "--kv-cache-dtype=fp8"),
         (A100, {"kv_cache_dtype": "fp8"}, "A100 has 8.0"),
         (H200, {"kv_cache_dtype": "int8"}, "--kv-cache-dtype='int8'.*auto, fp8, fp8_e4m3"),
-        (CPU, {"batch_invariant": True}, "--batch-invariant"),
+        (BARE_CUDA, {"batch_invariant": True}, "--batch-invariant"),
         (H200, {"batch_invariant": True, "compilation_config": COMPILE}, "--batch-invariant.*compil"),
         (CPU, {"compilation_config": COMPILE}, "--compilation-config"),
         (H200, {"compilation_config": "{"}, "--compilation-config='{'.*not valid JSON"),
