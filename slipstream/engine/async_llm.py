@@ -12,6 +12,7 @@ from slipstream.contracts.outputs import EngineStats
 from slipstream.contracts.sampling_params import SamplingParams
 from slipstream.engine.client import EngineClient, EngineInfo
 from slipstream.engine.input_processor import InputProcessor, Prompt, open_tokenizer
+from slipstream.engine.look import Look, Lookers
 from slipstream.engine.output_processor import OutputProcessor
 from slipstream.engine.outputs import RequestOutput
 from slipstream.engine.request_state import RequestState
@@ -23,6 +24,10 @@ log = get_logger(__name__)
 
 class SelectableClient(EngineClient, Protocol):
     """An engine that an event loop can wait for."""
+
+    def look(self) -> None:
+        """Ask for a snapshot; it comes in outputs of its own."""
+        ...
 
     def filenos(self) -> tuple[int, ...]:
         """Descriptors that become readable when receive(0) may have news."""
@@ -61,6 +66,7 @@ class AsyncLLM:
         self, prompt: Prompt, sampling_params: SamplingParams, request_id: str, priority: int = 0
     ) -> AsyncGenerator[RequestOutput, None]:
         """Outputs of one request as they come; the last one is `finished`. Closing the generator aborts.
+        self._lookers = Lookers()
 
         A reader that falls behind gets several steps in one output. Requests of one request_id are strangers
         to each other, but abort() ends all of them. Raises BadRequest, EngineError where this request fails,
@@ -112,6 +118,15 @@ class AsyncLLM:
         loop.call_soon(self._read)  # the descriptors tell of changes only
 
     def _deafen(self) -> None:
+    async def look(self) -> Look:
+        """The row table and the last steps. Those who look at once share one snapshot. Raises
+        EngineDeadError."""
+        self._listen()
+        self._check()
+        if not self._lookers:
+            self._client.look()
+        return await self._lookers.join()
+
         if self._loop is not None and not self._loop.is_closed():
             for fileno in self._client.filenos():
                 self._loop.remove_reader(fileno)
@@ -147,6 +162,7 @@ class AsyncLLM:
 
     @property
     def errored(self) -> bool:
+                self._lookers.show(outputs, self._outputs)
         """True once the engine takes no requests any more."""
         self._read()
         return self._dead is not None
@@ -160,3 +176,4 @@ class AsyncLLM:
         if self._dead is None:
             self._die("the engine was shut down")
         self._client.close()
+        self._lookers.fail(EngineDeadError(reason))

@@ -19,6 +19,7 @@ from slipstream.contracts.outputs import EngineOutputs
 from slipstream.contracts.request import EngineRequest
 from slipstream.engine.client import EngineInfo
 from slipstream.engine.runners import Handle, build_runner
+from slipstream.engine.step_log import Launch, StepLog
 from slipstream.observe.trace import NoTracer, Tracer
 from slipstream.runner.memory import MemoryPlan
 from slipstream.scheduler import Scheduler, SchedulerConfig
@@ -59,8 +60,9 @@ class EngineCore:
             vllm_0_31=plain(plan.vllm_0_31),
         )
         self._depth = plan.steps_in_flight
-        self._flight: deque[Handle] = deque()
-        self._device_end = 0.0
+        self._flight: deque[tuple[Handle, Launch]] = deque()
+        self._log = StepLog(plan.max_num_seqs)
+        self._planned_tokens = 0
         self._tracer: Tracer | NoTracer = Tracer(plan.args.trace) if plan.args.trace else NoTracer()
         for line in Explanation(choices=choices, vllm=plan.vllm_0_31).table(LOG_COLUMNS):
             log.info("%s", line)
@@ -84,15 +86,32 @@ class EngineCore:
             pass
         host = time.perf_counter() - begin
         if not self._flight:
-            return self.scheduler.drain()
-        handle = self._flight.popleft()
+            return self._drain()
+        handle, launch = self._flight.popleft()
         result = handle.wait()
         begin = time.perf_counter()
         outputs = self.scheduler.apply(result)
         end = time.perf_counter()
         outputs.stats.steps_in_flight = len(self._flight)
-        outputs.stats.host_us = (host + end - begin) * 1e6
-        self._trace(handle, begin, end)
+        started = self._log.add(launch, handle.event, begin, end)
+        self._log.tell(outputs.stats, host + end - begin, len(outputs.tokens))
+        if not self.has_work:
+            self._log.rest()
+        self._tracer.span("device", "step", started, handle.event.end, step=handle.step)
+        self._tracer.span("output", "apply", begin, end, step=handle.step)
+        return outputs
+
+    def _drain(self) -> EngineOutputs | None:
+        self._log.rest()
+        outputs = self.scheduler.drain()
+        if outputs is not None:
+            self._log.fill(outputs.stats)
+        return outputs
+
+    def look(self) -> EngineOutputs:
+        """What the rows do and what the last steps took: outputs that hold a snapshot and no news."""
+        outputs = self.scheduler.look(self._log.table(time.perf_counter()))
+        self._log.fill(outputs.stats)
         return outputs
 
     def _submit(self) -> bool:
@@ -101,24 +120,23 @@ class EngineCore:
         if plan is None:
             return False
         middle = time.perf_counter()
-        self._flight.append(self._runner.step(plan))
+        starved = not self._flight or self._flight[-1][0].done()
+        handle = self._runner.step(plan)
         end = time.perf_counter()
-        facts = {"step": plan.step, "lanes": len(plan.lane_row), "changed": plan.lanes_changed}
+        lanes = len(plan.lane_row)
+        if plan.lanes_changed:
+            self._planned_tokens = int(plan.lane_query_len.sum())
+        launch = Launch(plan.step, lanes, self._planned_tokens, begin, middle, end, starved)
+        self._flight.append((handle, launch))
+        facts = {"step": plan.step, "lanes": lanes, "changed": plan.lanes_changed}
         self._tracer.span("scheduler", "schedule", begin, middle, **facts)
         self._tracer.span("runner", "submit", middle, end, **facts)
         return True
 
-    def _trace(self, handle: Handle, begin: float, end: float) -> None:
-        # A step that was launched while another ran begins when that one ends.
-        started = max(handle.event.begin, self._device_end)
-        self._device_end = handle.event.end
-        self._tracer.span("device", "step", started, self._device_end, step=handle.step)
-        self._tracer.span("output", "apply", begin, end, step=handle.step)
-
     def close(self) -> None:
         """Wait for the steps in flight, end the stream, write the trace."""
         while self._flight:
-            self._flight.popleft().wait()
+            self._flight.popleft()[0].wait()
         self._runner.close()
         self._tracer.close()
 

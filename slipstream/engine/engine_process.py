@@ -46,6 +46,8 @@ class Core(Protocol):
 
     def step(self) -> EngineOutputs | None: ...
 
+    def look(self) -> EngineOutputs: ...
+
 
 def run(core: Core, inbox: zmq.Socket[bytes], outbox: zmq.Socket[bytes]) -> None:
     """Steps while there is work, waits for messages while there is none. Returns at a CLOSE message."""
@@ -59,6 +61,8 @@ def run(core: Core, inbox: zmq.Socket[bytes], outbox: zmq.Socket[bytes]) -> None
                 core.add(requests(body))
             elif kind == wire.ABORT:
                 core.abort(keys(body))
+            elif kind == wire.LOOK:
+                outbox.send_multipart((wire.OUTPUTS, wire.encode(core.look())))
             else:
                 return
         if core.has_work and (outputs := core.step()) is not None:

@@ -147,6 +147,11 @@ class OutputProcessor:
         """Samples that run or wait."""
         return len(self._store)
 
+    def request_of(self, key: int) -> RequestState | None:
+        """The live request that the engine knows by this key."""
+        sample = self._store.find(key)
+        return None if sample is None else sample.request
+
     def open(
         self, request_id: str, prepared: PreparedRequest, kind: RequestOutputKind | None = None
     ) -> RequestState:
@@ -177,6 +182,10 @@ class OutputProcessor:
             sample = self._store.find(key)
             if sample is not None and sample.index == 0:
                 sample.request.num_cached = int(cached)
+        for key, when in outputs.admitted:
+            sample = self._store.find(key)
+            if sample is not None and sample.request.metrics.scheduled_time is None:
+                sample.request.metrics.scheduled_time = when
         for key, piece in outputs.prompt_logprobs:
             if (sample := self._store.find(key)) is not None:
                 sample.request.add_prompt_scores(piece, self._text_of(sample))

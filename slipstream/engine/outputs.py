@@ -45,6 +45,7 @@ class RequestMetrics:
     """time.monotonic() seconds, in the front end. None: not yet."""
 
     arrival_time: float
+    scheduled_time: float | None = None
     first_token_time: float | None = None
     finished_time: float | None = None
 

@@ -78,6 +78,10 @@ class ProcessClient:
         if keys:
             self._to_engine.send_multipart((wire.ABORT, wire.encode(keys)))
 
+    def look(self) -> None:
+        """Ask for a snapshot; it comes in outputs that have no other news. May be called where add is."""
+        self._to_engine.send_multipart((wire.LOOK, b""))
+
     def receive(self, timeout: float | None = None) -> EngineOutputs | None:
         """Raises EngineDeadError with what is known of the cause."""
         message = self._next(timeout)

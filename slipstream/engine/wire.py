@@ -14,6 +14,7 @@ from slipstream.config.args import EngineArgs
 # To the engine.
 ADD = b"add"  # list[EngineRequest]
 ABORT = b"abort"  # list[int], keys
+LOOK = b"look"  # nothing; the answer is OUTPUTS with a snapshot
 CLOSE = b"close"  # nothing
 # From the engine.
 READY = b"ready"  # EngineInfo

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import numpy as np
 
+from slipstream.contracts.outputs import EngineSnapshot
 from slipstream.scheduler.config import SchedulerConfig
 
 Array = np.ndarray
@@ -20,7 +21,8 @@ class RowColumns:
     (prompt and delivered). target: tokens to prefill. computed_bound: KV positions after every step planned
     so far, exact in prefill; a decode row's lags by the steps since it was settled (see Scheduler).
     registered: leading blocks offered to the prefix cache. granted: blocks in blocks[row]. blocks: int32 [R,
-    blocks of max_model_len]. tokens: int32 [R, max_model_len], zeros that cost memory only where written. """
+    blocks of max_model_len]. drafted, accepted: int32, draft tokens that were verified and taken since the
+    owner came. tokens: int32 [R, max_model_len], zeros that cost memory only where written. """
 
     def __init__(self, config: SchedulerConfig) -> None:
         rows = config.max_num_seqs
@@ -33,6 +35,8 @@ class RowColumns:
         self.computed_bound = np.zeros(rows, np.int32)
         self.registered = np.zeros(rows, np.int32)
         self.granted = np.zeros(rows, np.int32)
+        self.drafted = np.zeros(rows, np.int32)
+        self.accepted = np.zeros(rows, np.int32)
         self.blocks = np.zeros((rows, config.blocks_for(config.max_model_len)), np.int32)
         self.tokens = np.zeros((rows, config.max_model_len), np.int32)
         self.tokens_flat = self.tokens.reshape(-1)
@@ -42,6 +46,15 @@ class RowColumns:
         """int64, rows that may gain a token. A row whose bound reached max_len only waits for its results.
         Bounds must be settled."""
         return np.flatnonzero((self.phase == DECODE) & (self.computed_bound + 1 < self.max_len))
+
+    def snapshot(self, steps: Array) -> EngineSnapshot:
+        """Copies of what a reader may see. What a row's owner left stays in its columns while it is free."""
+        # A decode row's last token is known and not computed yet; its bound runs ahead of that.
+        computed = np.where(self.phase == PREFILL, self.computed_bound, np.maximum(self.length - 1, 0))
+        return EngineSnapshot(
+            self.phase.copy(), self.key.copy(), self.length.copy(), computed.astype(np.int32),
+            self.max_len.copy(), self.granted.copy(), self.drafted.copy(), self.accepted.copy(), steps,
+        )
 
     def append(self, rows: Array, counts: Array, tokens: Array) -> None:
         """Delivered tokens. rows [n]: all different; counts: int32 [n]; tokens: int32 [n, Q], of which the

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Set
 
 import numpy as np
@@ -19,6 +20,7 @@ class News:
 
     def __init__(self) -> None:
         self._cached: list[tuple[int, int]] = []
+        self._admitted: list[tuple[int, float]] = []
         self._errors: list[tuple[int, str]] = []
         self._ended: list[int] = []
         self._pieces: list[tuple[int, PromptLogprobs]] = []
@@ -29,6 +31,7 @@ class News:
     def cached(self, key: int, tokens: int) -> None:
         """The request was admitted for the first time."""
         self._cached.append((key, tokens))
+        self._admitted.append((key, time.monotonic()))
 
     def failed(self, key: int, text: str, *, in_step: bool = False) -> None:
         """The request ended with an error; in_step: a lane of the coming outputs says so already."""
@@ -40,6 +43,7 @@ class News:
         """Nobody wants to hear of these requests any more."""
         if self:
             self._cached = [item for item in self._cached if item[0] not in keys]
+            self._admitted = [item for item in self._admitted if item[0] not in keys]
             self._errors = [item for item in self._errors if item[0] not in keys]
             self._ended = [key for key in self._ended if key not in keys]
 
@@ -71,9 +75,10 @@ class News:
             finish = np.concatenate((finish, np.full(extra, Finish.ERROR, np.int32)))
             logprobs = _padded(logprobs, extra)
         taken = EngineOutputs(
-            keys, counts, flat, finish, logprobs, self._pieces, self._cached, self._errors, stats
+            keys, counts, flat, finish, logprobs, self._pieces, self._cached, self._errors, stats,
+            self._admitted,
         )
-        self._pieces, self._cached, self._errors, self._ended = [], [], [], []
+        self._pieces, self._cached, self._errors, self._ended, self._admitted = [], [], [], [], []
         return taken
 
 

@@ -349,7 +349,14 @@ class Scheduler:
         return EngineStats(
             self.num_running, self.num_waiting, self._rows.pool.num_free, counts.num_blocks, counts.steps,
             len(self._flight), counts.preemptions, counts.prefix_hit_tokens, counts.prefix_query_tokens,
+            drafts=counts.drafts, draft_tokens=counts.draft_tokens, accepted_tokens=counts.accepted_tokens,
+            accepted_per_position=counts.accepted_per_position,
         )
+
+    def look(self, steps: Array) -> EngineOutputs:
+        """The row table for somebody who looks, with no other news. steps: EngineSnapshot's."""
+        snapshot = self._columns.snapshot(steps)
+        return EngineOutputs(NO_KEYS, NO_ROWS, NO_ROWS, NO_ROWS, stats=self.stats(), snapshot=snapshot)
 
     def check_invariants(self) -> None:
         """For tests. Raises AssertionError where a row or block is shared, leaked or counted wrongly."""

@@ -61,7 +61,7 @@ def build_app(
     template, None where the model has none. api_keys: any of them opens every path but /health, /version and
     /metrics; none: no key is asked.
     """
-    metrics = Metrics(model, lambda: engine.stats)
+    metrics = Metrics(model, lambda: engine.stats, engine.info)
     max_chars = 0 if tokenizer is None else engine.info.limits.max_model_len * _longest_token(tokenizer)
     context = Context(engine, model, metrics, tokenizer, render, max_chars)
 

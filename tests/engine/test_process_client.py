@@ -55,7 +55,7 @@ def test_a_request_runs_in_another_process_and_nothing_but_its_trace_is_left_of_
 ):
     trace = tmp_path / "trace.json"
     client = ProcessClient(EngineArgs(model=str(tiny_model("llama")), trace=str(trace), **SMALL))
-    (folder,) = scratch.iterdir()
+    (folder,) = scratch.glob("slipstream-*")  # torch may keep a folder there too
     assert folder.stat().st_mode & 0o777 == 0o700, "others could run requests"
     assert client.info.limits.max_model_len == 256
     assert client.info.plan["device"]["value"] in ("cpu", "cuda")
@@ -74,7 +74,7 @@ def test_a_request_runs_in_another_process_and_nothing_but_its_trace_is_left_of_
     client.close()
     client.close()
     assert not Path(f"/proc/{pid}").exists()
-    assert list(scratch.iterdir()) == []
+    assert not list(scratch.glob("slipstream-*"))
     assert '"traceEvents"' in trace.read_text()
     with pytest.raises(EngineDeadError, match="shut down"):
         client.receive(0)
@@ -85,7 +85,7 @@ def test_flags_that_cannot_be_honoured_raise_here_what_they_raise_there(tmp_path
         ProcessClient(EngineArgs(model=str(tiny_model("llama")), **(SMALL | {"dtype": "int3"})))
     with pytest.raises(ValueError, match="nowhere"):
         ProcessClient(EngineArgs(model=str(tmp_path / "nowhere"), **SMALL))
-    assert list(scratch.iterdir()) == []
+    assert not list(scratch.glob("slipstream-*"))
 
 
 def test_an_engine_that_breaks_while_it_starts_says_how(tiny_model, tmp_path):

@@ -28,7 +28,8 @@ class Live:
     def metric(self, name: str, label: str = "") -> float:
         """The sum of a metric over its labels, or over those that hold a text."""
         lines = self.http.get("/metrics").text.splitlines()
-        found = [line for line in lines if line.startswith(f"slipstream:{name}{{") and label in line]
+        heads = tuple(f"{owner}:{name}{{" for owner in ("vllm", "slipstream"))
+        found = [line for line in lines if line.startswith(heads) and label in line]
         return sum(float(line.rsplit(" ", 1)[1]) for line in found)
 
     def raw_json(self, path: str, body: Any) -> Any:

@@ -207,8 +207,9 @@ def test_metrics_count_tokens_and_reasons() -> None:
         chat = len("<user>hi<assistant>")
         assert live.metric("prompt_tokens_total") == 3 + 6 + chat
         assert live.metric("generation_tokens_total") == 2 + 2 * 9 + 4
-        assert 'request_success_total{finished_reason="length",model_name="scripted"} 1.0' in text
-        assert 'request_success_total{finished_reason="stop",model_name="scripted"} 5.0' in text
+        labels = 'engine="0",finished_reason="%s",model_name="scripted"'
+        assert f"vllm:request_success_total{{{labels % 'length'}}} 1.0" in text
+        assert f"vllm:request_success_total{{{labels % 'stop'}}} 5.0" in text
         for name in ("time_to_first_token_seconds", "e2e_request_latency_seconds", "request_prompt_tokens"):
             assert live.metric(f"{name}_count") == 4, name
         assert live.metric("inter_token_latency_seconds_count") == 3
