@@ -7,7 +7,7 @@ from collections.abc import AsyncGenerator, Iterable
 from typing import Protocol
 
 from slipstream.config.args import EngineArgs
-from slipstream.contracts.errors import EngineDeadError, EngineError
+from slipstream.contracts.errors import EngineDeadError, EngineError, QueueTimeoutError
 from slipstream.contracts.outputs import EngineStats
 from slipstream.contracts.sampling_params import SamplingParams
 from slipstream.engine.client import EngineClient, EngineInfo
@@ -34,6 +34,20 @@ class SelectableClient(EngineClient, Protocol):
         ...
 
 
+class _Patience:
+    """Wakes a request's generator once it has waited `seconds` and owns no row. spent: that has happened."""
+
+    def __init__(self, seconds: float, state: RequestState, wake: asyncio.Event) -> None:
+        self.seconds = seconds
+        self.spent = False
+        self.timer = asyncio.get_running_loop().call_later(seconds, self._end, state, wake)
+
+    def _end(self, state: RequestState, wake: asyncio.Event) -> None:
+        if state.num_cached is None:  # told when a row is given
+            self.spent = True
+            wake.set()
+
+
 class AsyncLLM:
     """A running engine. Everything here belongs to the thread of one event loop at a time.
 
@@ -52,6 +66,7 @@ class AsyncLLM:
         self._wake: dict[RequestState, asyncio.Event] = {}
         self._loop: asyncio.AbstractEventLoop | None = None
         self._dead: str | None = None
+        self._lookers = Lookers()
 
     @classmethod
     def from_engine_args(cls, args: EngineArgs) -> AsyncLLM:
@@ -63,10 +78,15 @@ class AsyncLLM:
         return cls(ProcessClient(args), tokenizer, args.seed)
 
     async def generate(
-        self, prompt: Prompt, sampling_params: SamplingParams, request_id: str, priority: int = 0
+        self,
+        prompt: Prompt,
+        sampling_params: SamplingParams,
+        request_id: str,
+        priority: int = 0,
+        max_wait: float | None = None,
     ) -> AsyncGenerator[RequestOutput, None]:
         """Outputs of one request as they come; the last one is `finished`. Closing the generator aborts.
-        self._lookers = Lookers()
+        max_wait: seconds that the request may wait for a row; QueueTimeoutError after them.
 
         A reader that falls behind gets several steps in one output. Requests of one request_id are strangers
         to each other, but abort() ends all of them. Raises BadRequest, EngineError where this request fails,
@@ -77,12 +97,15 @@ class AsyncLLM:
         prepared = self._inputs.prepare(prompt, sampling_params, priority)
         state = self._outputs.open(request_id, prepared)
         wake = self._wake[state] = asyncio.Event()
+        patience = None if max_wait is None else _Patience(max_wait, state, wake)
         try:
             self._client.add(state.engine_requests())
             while True:
                 await wake.wait()
                 wake.clear()
                 self._check()
+                if patience is not None and patience.spent:
+                    raise QueueTimeoutError(patience.seconds)
                 if state.error is not None:
                     raise EngineError(state.error)
                 if (output := state.take()) is not None:
@@ -90,8 +113,19 @@ class AsyncLLM:
                     if output.finished:
                         return
         finally:
+            if patience is not None:
+                patience.timer.cancel()
             del self._wake[state]
             self._end([state])
+
+    async def look(self) -> Look:
+        """The row table and the last steps. Those who look at once share one snapshot. Raises
+        EngineDeadError."""
+        self._listen()
+        self._check()
+        if not self._lookers:
+            self._client.look()
+        return await self._lookers.join()
 
     async def abort(self, request_id: str) -> None:
         """End the live requests of this id: their generators give a last output, with finish_reason
@@ -118,15 +152,6 @@ class AsyncLLM:
         loop.call_soon(self._read)  # the descriptors tell of changes only
 
     def _deafen(self) -> None:
-    async def look(self) -> Look:
-        """The row table and the last steps. Those who look at once share one snapshot. Raises
-        EngineDeadError."""
-        self._listen()
-        self._check()
-        if not self._lookers:
-            self._client.look()
-        return await self._lookers.join()
-
         if self._loop is not None and not self._loop.is_closed():
             for fileno in self._client.filenos():
                 self._loop.remove_reader(fileno)
@@ -137,6 +162,7 @@ class AsyncLLM:
         try:
             while self._dead is None and (outputs := self._client.receive(0)) is not None:
                 self.stats = outputs.stats
+                self._lookers.show(outputs, self._outputs)
                 ready, stopped = self._outputs.process(outputs)
                 if stopped:
                     self._client.abort(stopped)
@@ -153,6 +179,7 @@ class AsyncLLM:
     def _die(self, reason: str) -> None:
         self._deafen()
         self._dead = reason
+        self._lookers.fail(EngineDeadError(reason))
         for wake in self._wake.values():
             wake.set()
 
@@ -160,9 +187,13 @@ class AsyncLLM:
         if self._dead is not None:
             raise EngineDeadError(self._dead)
 
+    def stop(self, reason: str) -> None:
+        """Take no more requests; those that run raise EngineDeadError with the reason."""
+        if self._dead is None:
+            self._die(reason)
+
     @property
     def errored(self) -> bool:
-                self._lookers.show(outputs, self._outputs)
         """True once the engine takes no requests any more."""
         self._read()
         return self._dead is not None
@@ -173,7 +204,5 @@ class AsyncLLM:
 
     def shutdown(self) -> None:
         """End the engine; requests that run raise EngineDeadError. May be called again."""
-        if self._dead is None:
-            self._die("the engine was shut down")
+        self.stop("the engine was shut down")
         self._client.close()
-        self._lookers.fail(EngineDeadError(reason))

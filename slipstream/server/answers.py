@@ -8,6 +8,8 @@ from typing import TYPE_CHECKING, NotRequired
 
 from typing_extensions import TypedDict
 
+from slipstream.server.assistant import Call, CallDelta
+
 if TYPE_CHECKING:
     from slipstream.engine.outputs import Logprob, RequestOutput, TokenScores
     from slipstream.text.tokenizer import Tokenizer
@@ -19,6 +21,10 @@ class CachedTokens(TypedDict):
     cached_tokens: int
 
 
+class ThoughtTokens(TypedDict):
+    reasoning_tokens: int
+
+
 class Usage(TypedDict):
     """Counts of tokens. A prompt counts once, whatever n is; cached_tokens came from the prefix cache."""
 
@@ -26,6 +32,7 @@ class Usage(TypedDict):
     completion_tokens: int
     total_tokens: int
     prompt_tokens_details: CachedTokens
+    completion_tokens_details: NotRequired[ThoughtTokens]
 
 
 class CompletionLogprobs(TypedDict):
@@ -83,8 +90,13 @@ class ChatLogprobs(TypedDict):
 
 
 class ChatMessage(TypedDict):
+    """content: null beside calls or thoughts where there is none. tool_calls: whole in a message, in pieces
+    in deltas."""
+
     role: NotRequired[str]
-    content: NotRequired[str]
+    content: NotRequired[str | None]
+    reasoning_content: NotRequired[str]
+    tool_calls: NotRequired[list[Call] | list[CallDelta]]
 
 
 class ChatChoice(TypedDict):
@@ -125,14 +137,18 @@ class UsageCount:
         self._cached[prompt_index] = max(self._cached.get(prompt_index, 0), output.num_cached_tokens or 0)
         self._completion += sum(len(piece.token_ids) for piece in output.outputs)
 
-    def usage(self) -> Usage:
+    def usage(self, thought_tokens: int | None = None) -> Usage:
+        """thought_tokens: of thoughts, where they are told apart."""
         prompt = sum(self._prompt.values())
-        return {
+        usage: Usage = {
             "prompt_tokens": prompt,
             "completion_tokens": self._completion,
             "total_tokens": prompt + self._completion,
             "prompt_tokens_details": {"cached_tokens": sum(self._cached.values())},
         }
+        if thought_tokens is not None:
+            usage["completion_tokens_details"] = {"reasoning_tokens": thought_tokens}
+        return usage
 
 
 class CompletionScores:

@@ -2,14 +2,11 @@
 
 from __future__ import annotations
 
-import hashlib
-import hmac
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from typing import TYPE_CHECKING
 
 from fastapi import APIRouter, FastAPI, Request, Response
-from starlette.types import ASGIApp, Receive, Scope, Send
 from typing_extensions import TypedDict
 
 from slipstream.config.explanation import VLLM_KEY
@@ -17,15 +14,17 @@ from slipstream.observe.log import get_logger
 from slipstream.observe.version import package_version
 from slipstream.server import chat, completions, tokenize
 from slipstream.server.context import Context, Engine, Render
-from slipstream.server.errors import ApiError, ErrorBody, answer, error_body, install
+from slipstream.server.errors import ErrorBody, error_body, install
+from slipstream.server.guards import install_guards
 from slipstream.server.metrics import Metrics
+from slipstream.server.options import ServerOptions
 from slipstream.server.streams import ClientGone, json_answer
 
 if TYPE_CHECKING:
     from slipstream.text.tokenizer import Tokenizer
 
 log = get_logger(__name__)
-OPEN_PATHS = frozenset({"/health", "/version", "/metrics"})
+DEFAULTS = ServerOptions()
 CLIENT_GONE = 499  # nginx's status for it; nobody reads the answer, the access log does
 
 
@@ -53,17 +52,16 @@ def build_app(
     *,
     tokenizer: Tokenizer | None,
     render: Render | None = None,
-    api_keys: Sequence[str] = (),
+    options: ServerOptions = DEFAULTS,
 ) -> FastAPI:
     """An ASGI app over a running engine, which it shuts down at its own end.
 
     model: the name that clients use. tokenizer: None where clients send and get ids only. render: the chat
-    template, None where the model has none. api_keys: any of them opens every path but /health, /version and
-    /metrics; none: no key is asked.
+    template, None where the model has none.
     """
     metrics = Metrics(model, lambda: engine.stats, engine.info)
     max_chars = 0 if tokenizer is None else engine.info.limits.max_model_len * _longest_token(tokenizer)
-    context = Context(engine, model, metrics, tokenizer, render, max_chars)
+    context = Context(engine, model, metrics, options, tokenizer, render, max_chars)
 
     @asynccontextmanager
     async def lifespan(_app: FastAPI) -> AsyncIterator[None]:
@@ -86,8 +84,8 @@ def build_app(
         tokenize.router(context),
     ):
         app.include_router(routes)
-    if api_keys:
-        app.add_middleware(KeyGuard, api_keys=tuple(api_keys))
+    app.state.max_request_bytes = options.max_request_bytes
+    install_guards(app, options)
     return app
 
 
@@ -103,7 +101,14 @@ async def _client_gone(request: Request, _error: Exception) -> Response:
 
 def _plain_routes(context: Context) -> APIRouter:
     routes = APIRouter(tags=["server"])
-    limits = context.engine.info.limits
+    card: ModelCard = {
+        "id": context.model,
+        "object": "model",
+        "created": context.created,
+        "owned_by": "slipstream",
+        "root": context.model,
+        "max_model_len": context.engine.info.limits.max_model_len,
+    }
 
     @routes.get("/health", responses={503: {"model": ErrorBody}})
     async def health() -> Response:
@@ -117,16 +122,14 @@ def _plain_routes(context: Context) -> APIRouter:
     @routes.get("/v1/models", responses={200: {"model": ModelList}})
     async def models() -> Response:
         """The one model served."""
-        card: ModelCard = {
-            "id": context.model,
-            "object": "model",
-            "created": context.created,
-            "owned_by": "slipstream",
-            "root": context.model,
-            "max_model_len": limits.max_model_len,
-        }
         listed: ModelList = {"object": "list", "data": [card]}
         return json_answer(listed)
+
+    @routes.get("/v1/models/{name:path}", responses={200: {"model": ModelCard}, 404: {"model": ErrorBody}})
+    async def model(name: str) -> Response:
+        """The model served, by its name."""
+        context.check_model(name)
+        return json_answer(card)
 
     @routes.get("/v1/engine/plan")
     async def plan() -> Response:
@@ -145,28 +148,3 @@ def _plain_routes(context: Context) -> APIRouter:
         return Response(context.metrics.text(), media_type="text/plain; version=0.0.4; charset=utf-8")
 
     return routes
-
-
-class KeyGuard:
-    """ASGI middleware: asks for `Authorization: Bearer KEY`. Compares digests of equal length with every
-    key, so that the time taken tells nothing about any of them."""
-
-    def __init__(self, app: ASGIApp, api_keys: Sequence[str]) -> None:
-        self._app = app
-        self._digests = [hashlib.sha256(key.encode()).digest() for key in api_keys]
-
-    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        if scope["type"] == "http" and scope["path"] not in OPEN_PATHS and not self._allowed(scope):
-            denied = answer(
-                ApiError(401, "a valid API key is needed: Authorization: Bearer KEY", code="invalid_api_key")
-            )
-            await denied(scope, receive, send)
-            return
-        await self._app(scope, receive, send)
-
-    def _allowed(self, scope: Scope) -> bool:
-        header = dict(scope["headers"]).get(b"authorization", b"")
-        scheme, _, key = header.partition(b" ")
-        given = hashlib.sha256(key.strip()).digest()
-        matches = [hmac.compare_digest(given, known) for known in self._digests]
-        return scheme.lower() == b"bearer" and any(matches)

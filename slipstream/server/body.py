@@ -10,11 +10,10 @@ from typing import Any, NoReturn
 
 from fastapi import Request, Response
 from fastapi.routing import APIRoute
-from starlette.types import Message, Receive, Scope
+from starlette.types import Receive, Scope
 
 from slipstream.server.errors import ApiError
 
-MAX_BODY_BYTES = 16 * 2**20
 MAX_DEPTH = 64
 MAX_OBJECT_FIELDS = 4096  # bounds the errors that a schema can find in one object
 
@@ -32,7 +31,7 @@ class StrictRoute(APIRoute):
 
 
 class StrictRequest(Request):
-    """A request that reads at most MAX_BODY_BYTES and takes only what RFC 8259 calls JSON."""
+    """A request that reads at most app.state.max_request_bytes and takes only what RFC 8259 calls JSON."""
 
     def __init__(self, scope: Scope, receive: Receive) -> None:
         super().__init__(scope, receive)
@@ -50,15 +49,16 @@ class StrictRequest(Request):
         kind = self.headers.get("content-type", "").split(";")[0].strip().lower()
         if kind != "application/json" and not kind.endswith("+json"):
             raise ApiError(400, f"content-type={kind!r}: must be application/json", "content-type")
+        most: int = self.app.state.max_request_bytes
         declared = self.headers.get("content-length", "")
-        if declared.isdecimal() and len(declared) < 20 and int(declared) > MAX_BODY_BYTES:
-            _too_large()
+        if declared.isdecimal() and len(declared) < 20 and int(declared) > most:
+            _too_large(most)
         parts: list[bytes] = []
         size = 0
         async for part in self.stream():
             size += len(part)
-            if size > MAX_BODY_BYTES:
-                _too_large()
+            if size > most:
+                _too_large(most)
             parts.append(part)
         return b"".join(parts) or b"null"
 
@@ -144,11 +144,5 @@ def _too_deep() -> NoReturn:
     raise ApiError(400, f"body: is nested more than {MAX_DEPTH} levels deep", "body")
 
 
-def _too_large() -> NoReturn:
-    raise ApiError(400, f"body: is larger than {MAX_BODY_BYTES} bytes", "body")
-
-
-async def disconnected(receive: Callable[[], Coroutine[Any, Any, Message]]) -> None:
-    """Returns when the client has gone. Call it only after the whole body was read."""
-    while (await receive())["type"] != "http.disconnect":
-        pass
+def _too_large(most: int) -> NoReturn:
+    raise ApiError(400, f"body: is larger than {most} bytes", "body")

@@ -11,12 +11,22 @@ from fastapi import APIRouter, Request, Response
 
 from slipstream.contracts.errors import BadRequest
 from slipstream.contracts.sampling_params import SamplingParams
-from slipstream.server.answers import ChatChoice, ChatCompletion, ChatScores, UsageCount, prompt_scores
+from slipstream.server.answers import (
+    ChatChoice,
+    ChatCompletion,
+    ChatMessage,
+    ChatScores,
+    Usage,
+    UsageCount,
+    prompt_scores,
+)
+from slipstream.server.assistant import Assistant, Said, whole_calls
 from slipstream.server.body import StrictRoute
 from slipstream.server.context import Context, Input, check_count
 from slipstream.server.errors import ErrorBody
 from slipstream.server.schema import ChatBody, Message, TemplateOptions
 from slipstream.server.streams import EventStream, json_answer, started, until_disconnect
+from slipstream.server.tools import NO_TOOLS, ToolUse, plan_tools
 
 if TYPE_CHECKING:
     from slipstream.engine.outputs import CompletionOutput, RequestOutput
@@ -36,16 +46,26 @@ def router(context: Context) -> APIRouter:
         context.check_model(body.model)
         params = _params(context, body)
         check_count(1, params.n)
-        prompt = await encode_chat(context, body.messages, body, bool(body.add_special_tokens))
+        tools = plan_tools(
+            context.options, body.tools or (), body.tool_choice, body.parallel_tool_calls is not False
+        )
+        prompt = await encode_chat(context, body.messages, body, bool(body.add_special_tokens), tools)
         name = context.name("chatcmpl", body, request)
-        build = _Builder(context, body, name, prompt)
-        outputs = context.run(name, body, [prompt], params)
+        build = _Builder(context, body, name, prompt, tools)
+        outputs = context.run(name, body, [prompt], with_tools(params, tools))
         if body.stream:
             outputs = await started(request, outputs)
             return EventStream(name, build.events(outputs), outputs)
         return json_answer(await until_disconnect(request, build.answer(outputs)))
 
     return routes
+
+
+def with_tools(params: SamplingParams, tools: ToolUse) -> SamplingParams:
+    """The parameters that an answer with tools needs."""
+    if tools.forced is not None:
+        return params.clone(structured_outputs=tools.forced)
+    return params.clone(skip_special_tokens=False) if tools.special_tokens else params
 
 
 def _params(context: Context, body: ChatBody) -> SamplingParams:
@@ -57,7 +77,11 @@ def _params(context: Context, body: ChatBody) -> SamplingParams:
 
 
 async def encode_chat(
-    context: Context, messages: Sequence[Message], options: TemplateOptions, add_special_tokens: bool
+    context: Context,
+    messages: Sequence[Message],
+    options: TemplateOptions,
+    add_special_tokens: bool,
+    tools: ToolUse = NO_TOOLS,
 ) -> Input:
     """The rendered conversation as token ids. Raises BadRequest where there is no template or it refuses the
     turns."""
@@ -66,12 +90,15 @@ async def encode_chat(
         raise BadRequest(
             "messages", "...", "need a chat template: the model has none, start with --chat-template"
         )
-    turns = [{"role": turn.role, "content": turn.text(i)} for i, turn in enumerate(messages)]
+    turns = [turn.turn(i) for i, turn in enumerate(messages)]
+    if tools.shown and not context.render.takes_tools:
+        turns = tools.told(turns)
     text = context.render(
         turns,
         add_generation_prompt=options.add_generation_prompt,
         continue_final_message=options.continue_final_message,
-        template_kwargs=options.chat_template_kwargs or {},
+        tools=tools.shown or None,
+        template_kwargs=options.kwargs(),
     )
     return Input(await context.encode("messages", text, add_special_tokens), text)
 
@@ -79,8 +106,14 @@ async def encode_chat(
 class _Builder:
     """Turns engine outputs into the answer of one request."""
 
-    def __init__(self, context: Context, body: ChatBody, name: str, prompt: Input) -> None:
+    def __init__(
+        self, context: Context, body: ChatBody, name: str, prompt: Input, tools: ToolUse
+    ) -> None:
         self._body, self._prompt = body, prompt
+        self._context = context
+        self._speakers = [
+            Assistant(tools, context.thinker(prompt.text or "")) for _ in range(body.n or 1)
+        ]
         self._head = (name, int(time.time()), context.model)
         self._count = UsageCount()
         self._scores = ChatScores(context.tokenizer, body.top_logprobs or 0)
@@ -92,14 +125,11 @@ class _Builder:
         async with aclosing(outputs):
             async for _, output in outputs:
                 self._count.add(0, output)
-                for piece in output.outputs:
-                    choice = self._choice(piece)
-                    choice["message"] = {"role": ROLE, "content": self._echo + piece.text}
-                    answer["choices"].append(choice)
+                answer["choices"] += [self._whole(piece) for piece in output.outputs]
                 if output.prompt_logprobs is not None:
                     answer["prompt_logprobs"] = prompt_scores(output.prompt_logprobs)
         answer["choices"].sort(key=lambda choice: choice["index"])
-        answer["usage"] = self._count.usage()
+        answer["usage"] = self._usage()
         self._add_prompt_ids(answer)
         return answer
 
@@ -122,16 +152,44 @@ class _Builder:
         async for _, output in outputs:
             self._count.add(0, output)
             for piece in output.outputs:
+                said = self._speakers[piece.index].feed(piece.text, piece.finish_reason)
                 choice = self._choice(piece)
-                choice["delta"] = {"content": piece.text} if piece.text else {}
+                choice["delta"] = self._delta(said)
                 chunk = self._envelope("chat.completion.chunk", [choice])
                 if options is not None and options.continuous_usage_stats:
                     chunk["usage"] = self._count.usage()
                 yield chunk
         if options is not None and options.include_usage:
             last = self._envelope("chat.completion.chunk", [])
-            last["usage"] = self._count.usage()
+            last["usage"] = self._usage()
             yield last
+
+    def _usage(self) -> Usage:
+        """Of the whole answer."""
+        return self._count.usage(self._context.count_thoughts(self._speakers))
+
+    def _whole(self, piece: CompletionOutput) -> ChatChoice:
+        speaker = self._speakers[piece.index]
+        said = speaker.feed(piece.text, piece.finish_reason)
+        choice = self._choice(piece)
+        content = self._echo + said.content
+        message: ChatMessage = {"role": ROLE, "content": content if content or not speaker.marked else None}
+        if said.thoughts and self._body.include_reasoning is not False:
+            message["reasoning_content"] = said.thoughts
+        if said.calls:
+            message["tool_calls"] = whole_calls(said.calls)
+        choice["message"] = message
+        return choice
+
+    def _delta(self, said: Said) -> ChatMessage:
+        delta: ChatMessage = {}
+        if said.content:
+            delta["content"] = said.content
+        if said.thoughts and self._body.include_reasoning is not False:
+            delta["reasoning_content"] = said.thoughts
+        if said.calls:
+            delta["tool_calls"] = said.calls
+        return delta
 
     def _envelope(self, kind: str, choices: list[ChatChoice]) -> ChatCompletion:
         name, created, model = self._head
@@ -143,7 +201,8 @@ class _Builder:
 
     def _choice(self, piece: CompletionOutput) -> ChatChoice:
         """Everything of a choice but its text."""
-        choice: ChatChoice = {"index": piece.index, "logprobs": None, "finish_reason": piece.finish_reason}
+        reason = self._speakers[piece.index].finish(piece.finish_reason)
+        choice: ChatChoice = {"index": piece.index, "logprobs": None, "finish_reason": reason}
         if self._body.logprobs:
             choice["logprobs"] = self._scores.build(piece.token_ids, piece.logprobs or ())
         if piece.finish_reason is not None:

@@ -16,9 +16,13 @@ from fastapi import Request
 from slipstream.contracts.errors import BadRequest, EngineError
 from slipstream.contracts.limits import MAX_SEQUENCES, check_prompt
 from slipstream.contracts.sampling_params import RequestOutputKind, SamplingParams
+from slipstream.server.assistant import Assistant
 from slipstream.server.errors import ApiError
 from slipstream.server.metrics import Metrics
+from slipstream.server.options import ServerOptions
 from slipstream.server.streams import merge
+from slipstream.text.parsers.reasoning import ThinkParser
+from slipstream.text.parsers.registry import REASONING_PARSERS
 
 if TYPE_CHECKING:
     from slipstream.contracts.outputs import EngineStats
@@ -45,14 +49,22 @@ class Engine(Protocol):
     def errored(self) -> bool: ...
 
     def generate(
-        self, prompt: TokensPrompt, sampling_params: SamplingParams, request_id: str, priority: int = 0
+        self,
+        prompt: TokensPrompt,
+        sampling_params: SamplingParams,
+        request_id: str,
+        priority: int = 0,
+        max_wait: float | None = None,
     ) -> AsyncGenerator[RequestOutput, None]: ...
 
     def shutdown(self) -> None: ...
 
 
 class Render(Protocol):
-    """Turns a conversation into the prompt's text. Raises BadRequest for turns that the template refuses."""
+    """Turns a conversation into the prompt's text. Raises BadRequest for turns that the template refuses.
+    takes_tools: whether it says which tools there are."""
+
+    takes_tools: bool
 
     def __call__(
         self,
@@ -60,6 +72,7 @@ class Render(Protocol):
         *,
         add_generation_prompt: bool,
         continue_final_message: bool,
+        tools: Sequence[Mapping[str, Any]] | None = None,
         template_kwargs: Mapping[str, Any],
     ) -> str: ...
 
@@ -80,6 +93,7 @@ class Context:
     engine: Engine
     model: str
     metrics: Metrics
+    options: ServerOptions
     tokenizer: Tokenizer | None = None
     render: Render | None = None
     max_chars: int = 0
@@ -109,6 +123,19 @@ class Context:
         if header is not None and not 0 < len(header) <= MAX_ID:
             raise BadRequest("x-request-id", header, f"must be 1 to {MAX_ID} characters")
         return f"{prefix}-{body.request_id or header or uuid.uuid4().hex}"
+
+    def thinker(self, prompt: str) -> ThinkParser | None:
+        """A reader of thoughts for an answer to this prompt, None without --reasoning-parser."""
+        name = self.options.reasoning_parser
+        return None if name is None else REASONING_PARSERS[name](prompt)
+
+    def count_thoughts(self, speakers: Sequence[Assistant]) -> int | None:
+        """Tokens of the thoughts in an answer's choices, counted from their text. None where they are not
+        told apart."""
+        if self.options.reasoning_parser is None or self.tokenizer is None:
+            return None
+        texts = (speaker.thoughts for speaker in speakers)
+        return sum(len(self.tokenizer.encode(text, add_special_tokens=False)) for text in texts)
 
     async def encode(self, field: str, text: str, add_special_tokens: bool) -> list[int]:
         """Token ids of a text. Raises BadRequest without a tokenizer, or for a text that can never fit."""
@@ -146,7 +173,9 @@ class Context:
         tokens: TokensPrompt = {"prompt_token_ids": prompt.token_ids}
         if body.cache_salt is not None:
             tokens["cache_salt"] = body.cache_salt
-        outputs = self.engine.generate(tokens, params, request_id, priority=body.priority or 0)
+        outputs = self.engine.generate(
+            tokens, params, request_id, body.priority or 0, self.options.max_queue_seconds
+        )
         with self.metrics.request(len(prompt.token_ids), params) as meter:
             async with aclosing(outputs):
                 async for output in outputs:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -11,7 +12,7 @@ from fastapi.responses import JSONResponse
 from starlette.exceptions import HTTPException as StarletteHTTPException
 from typing_extensions import TypedDict
 
-from slipstream.contracts.errors import BadRequest, EngineDeadError, EngineError
+from slipstream.contracts.errors import BadRequest, EngineDeadError, EngineError, QueueTimeoutError
 from slipstream.contracts.limits import BOOLS, NUMBERS, SERVER_NUMBERS
 from slipstream.observe.log import get_logger
 
@@ -28,11 +29,10 @@ _LIMITS |= {
     "logit_bias": "must map token ids to numbers",
     "bad_words": "must be a list of strings",
     "suffix": "is not supported, must be null",
-    "tools": "are not supported, must be null or empty",
-    "tool_choice": 'must be "none": tools are not supported',
+    "tool_choice": 'must be "none", "auto", "required" or {"type": "function", "function": {"name": ...}}',
     "response_format.type": 'must be "text": structured output is not supported',
 }
-_TYPES = {401: "authentication_error", 404: "not_found_error", 405: "invalid_request_error"}
+_TYPES = {401: "authentication_error", 404: "not_found_error", 429: "rate_limit_error"}
 
 
 class ErrorDetail(TypedDict):
@@ -55,8 +55,18 @@ class ApiError(HTTPException):
     """An answer other than success that is not about a field's value: credentials, model names, broken
     JSON."""
 
-    def __init__(self, status: int, message: str, param: str | None = None, code: str | None = None) -> None:
-        super().__init__(status, message, {"WWW-Authenticate": "Bearer"} if status == 401 else None)
+    def __init__(
+        self,
+        status: int,
+        message: str,
+        param: str | None = None,
+        code: str | None = None,
+        retry_after: int | None = None,
+    ) -> None:
+        headers = {"WWW-Authenticate": "Bearer"} if status == 401 else {}
+        if retry_after is not None:
+            headers["Retry-After"] = str(retry_after)
+        super().__init__(status, message, headers)
         self.param = param
         self.code = code
 
@@ -76,6 +86,8 @@ def describe(error: Exception) -> tuple[int, ErrorBody]:
         return 400, error_body(400, str(error), error.field)
     if isinstance(error, ApiError):
         return error.status_code, error_body(error.status_code, error.detail, error.param, error.code)
+    if isinstance(error, QueueTimeoutError):
+        return 503, error_body(503, str(error), code="queue_timeout")
     if isinstance(error, EngineDeadError):
         return 503, error_body(503, str(error) or "the engine is gone")
     if isinstance(error, EngineError):
@@ -86,6 +98,8 @@ def describe(error: Exception) -> tuple[int, ErrorBody]:
 def answer(error: Exception) -> JSONResponse:
     status, body = describe(error)
     headers = error.headers if isinstance(error, HTTPException) else None
+    if isinstance(error, QueueTimeoutError):
+        headers = {"Retry-After": str(math.ceil(error.seconds))}
     return JSONResponse(body, status, headers)
 
 

@@ -1,32 +1,98 @@
-"""From flags to a listening server: port first, then the engine, then HTTP."""
+"""From flags to a listening server: certificate and port first, then the engine, then HTTP; at SIGTERM
+answers in flight go on until the deadline."""
 
 from __future__ import annotations
 
+import asyncio
+import signal
 import socket
+import ssl
 import time
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Callable
+from dataclasses import dataclass, field
 
 import uvicorn
+from uvicorn.config import SSL_PROTOCOL_VERSION, create_ssl_context
 
 from slipstream.config.args import EngineArgs
 from slipstream.observe.log import get_logger, setup
 from slipstream.server.app import build_app
+from slipstream.server.options import ServerOptions
 
 log = get_logger(__name__)
-DRAIN_SECONDS = 10  # for answers in flight after SIGTERM
+LAST_WORDS_SECONDS = 3  # after the deadline, for errors to reach their clients
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Tls:
+    """Files as vLLM's flags name them. cert_reqs: 0, 1 or 2, of the ssl module: whether clients must have
+    one."""
+
+    certfile: str | None = None
+    keyfile: str | None = None
+    keyfile_password: str | None = None
+    ca_certs: str | None = None
+    cert_reqs: int = int(ssl.CERT_NONE)
+    ciphers: str = "TLSv1"
+
+    def check(self) -> bool:
+        """Whether there is a certificate. Raises ValueError for files that make no TLS server."""
+        if self.certfile is None:
+            if self.keyfile or self.ca_certs:
+                raise ValueError("--ssl-keyfile, --ssl-ca-certs: need --ssl-certfile")
+            return False
+        try:
+            create_ssl_context(
+                self.certfile, self.keyfile, self.keyfile_password, SSL_PROTOCOL_VERSION, self.cert_reqs,
+                self.ca_certs, self.ciphers,
+            )
+        except (OSError, ValueError) as error:
+            files = f"--ssl-certfile={self.certfile} --ssl-keyfile={self.keyfile}"
+            raise ValueError(f"{files} --ssl-ca-certs={self.ca_certs}: {error}") from None
+        return True
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ServeOptions:
-    """Where and how to listen. Levels are names of the logging module, in lower case."""
+    """Where and how to listen. Levels are names of the logging module, in lower case. shutdown_timeout:
+    seconds that answers in flight may go on after SIGTERM."""
 
     host: str = "127.0.0.1"
     port: int = 8000
-    api_keys: Sequence[str] = ()
     log_level: str = "info"
     uvicorn_log_level: str = "info"
     access_log: bool = True
+    shutdown_timeout: int = 30
+    tls: Tls = field(default_factory=Tls)
+    server: ServerOptions = field(default_factory=ServerOptions)
+
+
+class DrainingServer(uvicorn.Server):
+    """Ends as uvicorn does, but what has not finished at the deadline is told so instead of cut off.
+    listening: called once clients can connect."""
+
+    def __init__(
+        self,
+        config: uvicorn.Config,
+        seconds: float,
+        listening: Callable[[], None],
+        stop: Callable[[str], None],
+    ) -> None:
+        super().__init__(config)
+        self._seconds = seconds
+        self._listening = listening
+        self._stop = stop
+
+    async def startup(self, sockets: list[socket.socket] | None = None) -> None:
+        await super().startup(sockets)
+        self._listening()
+
+    async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
+        reason = f"the server is shutting down, and its {self._seconds:g} seconds for answers are over"
+        log.info("draining", connections=len(self.server_state.connections), seconds=self._seconds)
+        timer = asyncio.get_running_loop().call_later(self._seconds, self._stop, reason)
+        await super().shutdown(sockets)
+        timer.cancel()
 
 
 def serve(args: EngineArgs, options: ServeOptions) -> None:
@@ -36,6 +102,9 @@ def serve(args: EngineArgs, options: ServeOptions) -> None:
     from slipstream.text.chat_template import load_chat_template
 
     setup(options.log_level)
+    if options.shutdown_timeout < 0:
+        raise ValueError(f"--shutdown-timeout={options.shutdown_timeout}: must be at least 0")
+    scheme = "https" if options.tls.check() else "http"
     listener = _listen(options.host, options.port)
     begin = time.monotonic()
     engine = AsyncLLM.from_engine_args(args)
@@ -43,16 +112,29 @@ def serve(args: EngineArgs, options: ServeOptions) -> None:
         tokenizer = None if args.skip_tokenizer_init else engine.get_tokenizer()
         render = None if tokenizer is None else load_chat_template(args.chat_template, tokenizer)
         model = args.served_model_name or args.model
-        app = build_app(engine, model, tokenizer=tokenizer, render=render, api_keys=options.api_keys)
+        app = build_app(engine, model, tokenizer=tokenizer, render=render, options=options.server)
         host, port = listener.getsockname()[:2]
-        log.info("ready", url=f"http://{host}:{port}", model=model, seconds=time.monotonic() - begin)
+
+        def ready() -> None:
+            url = f"{scheme}://{host}:{port}"
+            log.info("ready", url=url, model=model, seconds=time.monotonic() - begin)
+
+        tls = options.tls
         config = uvicorn.Config(
             app,
             log_level=options.uvicorn_log_level,
             access_log=options.access_log,
-            timeout_graceful_shutdown=DRAIN_SECONDS,
+            timeout_graceful_shutdown=options.shutdown_timeout + LAST_WORDS_SECONDS,
+            ssl_certfile=tls.certfile,
+            ssl_keyfile=tls.keyfile,
+            ssl_keyfile_password=tls.keyfile_password,
+            ssl_ca_certs=tls.ca_certs,
+            ssl_cert_reqs=tls.cert_reqs,
+            ssl_ciphers=tls.ciphers,
         )
-        uvicorn.Server(config).run(sockets=[listener])
+        # uvicorn raises the signal again once it has ended; a server that was asked to end has not failed.
+        signal.signal(signal.SIGTERM, lambda *_: log.info("ended"))
+        DrainingServer(config, options.shutdown_timeout, ready, engine.stop).run(sockets=[listener])
     finally:
         engine.shutdown()
         listener.close()

@@ -11,6 +11,7 @@ from pydantic import BaseModel, ConfigDict, FailFast, Field
 from slipstream.contracts.errors import BadRequest
 from slipstream.contracts.limits import NUMBERS, SERVER_NUMBERS, Number
 from slipstream.contracts.sampling_params import SamplingParams
+from slipstream.server.tool_schema import Tool, ToolCall, ToolChoice
 
 _RULES = {rule.field: rule for rule in NUMBERS + SERVER_NUMBERS}
 
@@ -166,7 +167,22 @@ class Message(BaseModel):
     audio: None = None
     function_call: None = None
     annotations: Annotated[list[Any], Field(max_length=0)] | None = None
-    tool_calls: Annotated[list[Any], Field(max_length=0)] | None = None
+    tool_calls: Annotated[list[ToolCall], ONE_ERROR] | None = None
+    tool_call_id: str | None = None
+    reasoning_content: str | None = None
+
+    def turn(self, index: int) -> dict[str, Any]:
+        """As chat templates take it. Raises BadRequest."""
+        turn: dict[str, Any] = {"role": self.role, "content": self.text(index)}
+        for name in ("name", "tool_call_id", "reasoning_content"):
+            if getattr(self, name) is not None:
+                turn[name] = getattr(self, name)
+        if self.tool_calls:
+            if self.role != "assistant":
+                raise BadRequest(f"messages.{index}.tool_calls", self.role, "only role assistant calls tools")
+            paths = (f"messages.{index}.tool_calls.{place}" for place in range(len(self.tool_calls)))
+            turn["tool_calls"] = [call.turn(path) for call, path in zip(self.tool_calls, paths, strict=True)]
+        return turn
 
     def text(self, index: int) -> str:
         """Content as one string. Raises BadRequest where a turn that needs content has none."""
@@ -185,6 +201,7 @@ class ResponseFormat(BaseModel):
     type: Literal["text"]
 
 
+Effort = Literal["none", "minimal", "low", "medium", "high", "xhigh"]
 _SET_BY_FIELDS = {"messages", "tools", "add_generation_prompt", "continue_final_message"}
 
 
@@ -194,6 +211,10 @@ class TemplateOptions(BaseModel):
     add_generation_prompt: bool = True
     continue_final_message: bool = False
     chat_template_kwargs: dict[str, Any] | None = None
+
+    def kwargs(self) -> dict[str, Any]:
+        """Further names for the template."""
+        return dict(self.chat_template_kwargs or {})
 
     def check_template(self) -> None:
         """Raises BadRequest."""
@@ -216,10 +237,17 @@ class ChatBody(GenerateBody, TemplateOptions):
     logprobs: bool | None = None
     top_logprobs: int | None = number("top_logprobs")
     response_format: ResponseFormat | None = None
-    tools: Annotated[list[Any], Field(max_length=0)] | None = None
-    tool_choice: Literal["none"] | None = None
+    tools: Annotated[list[Tool], ONE_ERROR] | None = None
+    tool_choice: ToolChoice | None = None
     parallel_tool_calls: bool | None = None
+    include_reasoning: bool | None = Field(None, description="false: reasoning_content is left out")
+    reasoning_effort: Effort | None = Field(None, description="given to the chat template; none: no thinking")
     modalities: list[Literal["text"]] | None = None
+
+    def kwargs(self) -> dict[str, Any]:
+        effort = self.reasoning_effort
+        told = {} if effort is None else {"reasoning_effort": effort}
+        return told | ({"enable_thinking": False} if effort == "none" else {}) | super().kwargs()
 
     def params(self) -> SamplingParams:
         """Raises BadRequest."""

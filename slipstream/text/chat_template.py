@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 import jinja2
-from jinja2 import nodes
+from jinja2 import meta, nodes
 from jinja2.ext import Extension, loopcontrols
 from jinja2.parser import Parser
 from jinja2.sandbox import ImmutableSandboxedEnvironment
@@ -29,14 +29,16 @@ class ChatTemplate:
     """A compiled template. Raises ValueError for source that is no Jinja.
 
     special_tokens: bos_token and the like, which templates write themselves; so the rendered text is to be
-    encoded with add_special_tokens=False.
+    encoded with add_special_tokens=False. takes_tools: whether it has a place for tools.
     """
 
     def __init__(self, source: str, special_tokens: Mapping[str, str]) -> None:
         environment = _environment()
         try:
             self._template = environment.from_string(source)
-            self._content = _content_format(environment.parse(source))
+            parsed = environment.parse(source)
+            self._content = _content_format(parsed)
+            self.takes_tools = "tools" in meta.find_undeclared_variables(parsed)
         except jinja2.TemplateSyntaxError as error:
             raise ValueError(f"chat_template: line {error.lineno}: {error.message}") from None
         self._special_tokens = dict(special_tokens)

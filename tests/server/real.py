@@ -12,6 +12,7 @@ from live import Live, serve
 from slipstream.config.args import EngineArgs
 from slipstream.engine.async_llm import AsyncLLM
 from slipstream.server.app import build_app
+from slipstream.server.options import ServerOptions
 from slipstream.text.chat_template import load_chat_template
 
 SMALL = {
@@ -24,11 +25,14 @@ SMALL = {
 
 
 @contextmanager
-def real_server(model: Path, **args: Any) -> Iterator[Live]:
+def real_server(
+    model: Path, options: ServerOptions = ServerOptions(), **args: Any  # noqa: B008 (frozen)
+) -> Iterator[Live]:
     """A server of the model under the name "real", with SMALL's flags and those given."""
     engine_args = EngineArgs(model=str(model), **(SMALL | args))
     engine = AsyncLLM.from_engine_args(engine_args)
     tokenizer = engine.get_tokenizer()
     render = None if tokenizer is None else load_chat_template(None, tokenizer)
-    with serve(build_app(engine, "real", tokenizer=tokenizer, render=render)) as live:
+    app = build_app(engine, "real", tokenizer=tokenizer, render=render, options=options)
+    with serve(app) as live:
         yield live

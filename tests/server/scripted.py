@@ -74,7 +74,12 @@ class ScriptedEngine:
         self.errored = True
 
     async def generate(
-        self, prompt: dict[str, Any], sampling_params: SamplingParams, request_id: str, priority: int = 0
+        self,
+        prompt: dict[str, Any],
+        sampling_params: SamplingParams,
+        request_id: str,
+        priority: int = 0,
+        max_wait: float | None = None,
     ) -> AsyncGenerator[RequestOutput, None]:
         params = sampling_params
         ids = list(prompt["prompt_token_ids"])

@@ -13,7 +13,8 @@ from scripted import LIMITS, VOCAB, ByteTokenizer, ScriptedEngine
 
 from slipstream.contracts import limits
 from slipstream.server.app import build_app
-from slipstream.server.body import MAX_BODY_BYTES, MAX_DEPTH, MAX_OBJECT_FIELDS
+from slipstream.server.body import MAX_DEPTH, MAX_OBJECT_FIELDS
+from slipstream.server.options import ServerOptions
 
 ENGINE = ScriptedEngine()
 HI = [{"role": "user", "content": "hi"}]
@@ -56,7 +57,7 @@ BAD_BODIES = {
     "long number": b'{"prompt": "a", "seed": ' + b"9" * 5000 + b"}",
     "utf-16": '{"prompt": "hi"}'.encode("utf-16"),
     "control": b'{"prompt": "a\x01b"}',
-    "too large": b" " * (MAX_BODY_BYTES + 1),
+    "too large": b" " * (ServerOptions().max_request_bytes + 1),
     "byte order mark": b'\xef\xbb\xbf{"prompt": "hi"}',
 }
 

@@ -43,8 +43,9 @@ def model(tiny_model: Callable[..., Path]) -> Path:
 class Server:
     """`slipstream serve` and what it wrote to stderr."""
 
-    def __init__(self, model: Path) -> None:
+    def __init__(self, model: Path, *flags: str) -> None:
         argv = ["serve", str(model), "--port", "0", "--served-model-name", "tiny", "--api-key", "one", *SMALL]
+        argv += flags
         self.process = subprocess.Popen(
             [sys.executable, "-m", "slipstream.cli", *argv],
             stderr=subprocess.PIPE,

@@ -17,6 +17,7 @@ from slipstream.engine.client import EngineInfo
 from slipstream.engine.core import EngineCore
 from slipstream.engine.plan import make_plan
 from slipstream.server.app import build_app
+from slipstream.server.options import ServerOptions
 
 CHOICE = {"value": "v2", "reason": "said", "flag": "--model-runner"}
 FLAGS = {"device": "cpu", "dtype": "float32", "num_gpu_blocks_override": 65, "skip_tokenizer_init": True}
@@ -24,7 +25,7 @@ FLAGS = {"device": "cpu", "dtype": "float32", "num_gpu_blocks_override": 65, "sk
 
 def test_the_plan_is_served_and_asks_for_the_key() -> None:
     engine = ScriptedEngine(info=EngineInfo(LIMITS, (0,), {"model_runner": CHOICE}, {"model_runner": CHOICE}))
-    app = build_app(engine, "scripted", tokenizer=ByteTokenizer(), api_keys=["k"])
+    app = build_app(engine, "scripted", tokenizer=ByteTokenizer(), options=ServerOptions(api_keys=["k"]))
     with serve(app) as live:
         assert live.http.get("/v1/engine/plan").status_code == 401
         answer = live.http.get("/v1/engine/plan", headers={"authorization": "Bearer k"})

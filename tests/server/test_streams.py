@@ -19,6 +19,7 @@ from scripted import ByteTokenizer, ScriptedEngine
 
 from slipstream.contracts.errors import EngineDeadError
 from slipstream.server.app import build_app
+from slipstream.server.options import ServerOptions
 from slipstream.server.streams import merge
 
 HI: list[Any] = [{"role": "user", "content": "hi"}]
@@ -28,7 +29,10 @@ BOTH = pytest.mark.parametrize("path", PATHS)
 
 @contextmanager
 def over(engine: ScriptedEngine, **options: Any) -> Iterator[Live]:
-    with serve(build_app(engine, "scripted", tokenizer=ByteTokenizer(), render=render, **options)) as live:
+    app = build_app(
+        engine, "scripted", tokenizer=ByteTokenizer(), render=render, options=ServerOptions(**options)
+    )
+    with serve(app) as live:
         yield live
 
 

@@ -191,7 +191,13 @@ def test_no_flag_of_serve_is_taken_and_ignored(explain: Explain, model: Path) ->
 def test_flags_listed_as_without_effect_have_none(explain: Explain) -> None:
     values = {"--help": None, "--seed": "7", "--port": "9", "--trace": "t.json", "--log-level": "debug",
               "--uvicorn-log-level": "debug", "--disable-uvicorn-access-log": "", "--host": "0.0.0.0",
-              "--api-key": "k", "--served-model-name": "n"}
+              "--api-key": "k", "--served-model-name": "n", "--shutdown-timeout": "5",
+              "--max-concurrent-requests": "5", "--max-queue-seconds": "1.5", "--max-request-bytes": "1M",
+              "--ssl-certfile": "c", "--ssl-keyfile": "k", "--ssl-keyfile-password": "p",
+              "--ssl-ca-certs": "a",
+              "--ssl-cert-reqs": "2", "--ssl-ciphers": "x", "--allowed-origins": '["a"]',
+              "--allowed-methods": '["GET"]', "--allowed-headers": '["a"]', "--allow-credentials": "",
+              "--tool-call-parser": "hermes", "--enable-auto-tool-choice": "", "--reasoning-parser": "qwen3"}
     assert documented() == values.keys()
     base = explain().plan
     for flag, value in values.items():

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+from typing import ClassVar
+
 from slipstream.text.parsers.json_calls import CallObject
-from slipstream.text.parsers.protocol import Machine, Schemas, find_first, open_length
+from slipstream.text.parsers.protocol import NO_SCHEMAS, Machine, Schemas, find_first, open_length
 
 OPEN, CLOSE = "<tool_call>", "</tool_call>"
 _LITTER = " \t\r\n}])"
@@ -12,8 +14,10 @@ _LITTER = " \t\r\n}])"
 class HermesParser(Machine):
     """What stands between the tags and is no call is content, without the tags."""
 
-    def __init__(self, schemas: Schemas) -> None:
-        super().__init__()
+    example: ClassVar[str] = '<tool_call>\n{"name": "NAME", "arguments": {...}}\n</tool_call>'
+
+    def __init__(self, schemas: Schemas = NO_SCHEMAS) -> None:
+        super().__init__(schemas)
         self._call = CallObject()
         self._nonsense = ""
 

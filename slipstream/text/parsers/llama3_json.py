@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import ClassVar
 
 from slipstream.text.parsers.json_calls import CallObject
-from slipstream.text.parsers.protocol import Machine, Schemas
+from slipstream.text.parsers.protocol import NO_SCHEMAS, Machine, Schemas
 
 TAG = "<|python_tag|>"
 
@@ -14,9 +14,10 @@ class Llama3JsonParser(Machine):
     """An object that is no call is content. TAG, a special token, may stand before a call."""
 
     special_tokens: ClassVar[bool] = True
+    example: ClassVar[str] = '{"name": "NAME", "parameters": {...}}'
 
-    def __init__(self, schemas: Schemas) -> None:
-        super().__init__()
+    def __init__(self, schemas: Schemas = NO_SCHEMAS) -> None:
+        super().__init__(schemas)
         self._call = CallObject(bare=True)
 
     def _in_text(self) -> bool:

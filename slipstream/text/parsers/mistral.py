@@ -7,6 +7,7 @@ from typing import ClassVar
 
 from slipstream.text.parsers.json_calls import CallList, CallObject, JsonValue
 from slipstream.text.parsers.protocol import (
+    NO_SCHEMAS,
     Arguments,
     CallStart,
     Machine,
@@ -22,9 +23,10 @@ class MistralParser(Machine):
     """Content comes before the first call only; what stands between calls is dropped."""
 
     special_tokens: ClassVar[bool] = True
+    example: ClassVar[str] = "[TOOL_CALLS]NAME{...}"
 
-    def __init__(self, schemas: Schemas) -> None:
-        super().__init__()
+    def __init__(self, schemas: Schemas = NO_SCHEMAS) -> None:
+        super().__init__(schemas)
         self._calls: CallList | CallObject = CallList()
         self._value = JsonValue()
 

@@ -25,14 +25,18 @@ class Arguments:
 Event = str | CallStart | Arguments  # a plain string is content, for people to read
 Schemas = Mapping[str, Mapping[str, Any]]  # JSON schema of the arguments, by the tool's name
 
+NO_SCHEMAS: Schemas = {}
+
 
 class ToolParser(Protocol):
     """Reads one answer. Pieces of any size give the same events, when joined; markup is never among them.
 
-    special_tokens: whether the markup is made of special tokens, which must then be in the text.
+    special_tokens: whether the markup is made of special tokens, which must then be in the text. example: a
+    call as the model is to write it.
     """
 
     special_tokens: ClassVar[bool]
+    example: ClassVar[str]
 
     def feed(self, text: str) -> list[Event]:
         """What is certain with this text."""
@@ -51,8 +55,10 @@ class Machine(ABC):
     """
 
     special_tokens: ClassVar[bool] = False
+    example: ClassVar[str] = ""
 
-    def __init__(self) -> None:
+    def __init__(self, schemas: Schemas = NO_SCHEMAS) -> None:
+        self._schemas = schemas
         self._rest = ""
         self._events: list[Event] = []
         self._state: Callable[[], bool] = self._in_text

@@ -5,9 +5,17 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping
-from typing import Any
+from typing import Any, ClassVar
 
-from slipstream.text.parsers.protocol import Arguments, CallStart, Machine, Schemas, find_first, open_length
+from slipstream.text.parsers.protocol import (
+    NO_SCHEMAS,
+    Arguments,
+    CallStart,
+    Machine,
+    Schemas,
+    find_first,
+    open_length,
+)
 
 OPEN, CLOSE = "<tool_call>", "</tool_call>"
 FUNCTION, END_FUNCTION = "<function=", "</function>"
@@ -21,9 +29,12 @@ class Qwen3CoderParser(Machine):
     """Texts go out as they come; other values once they are whole. What is not of its schema's type stays
     text."""
 
-    def __init__(self, schemas: Schemas) -> None:
-        super().__init__()
-        self._schemas = schemas
+    example: ClassVar[str] = (
+        "<tool_call>\n<function=NAME>\n<parameter=KEY>\nVALUE\n</parameter>\n</function>\n</tool_call>"
+    )
+
+    def __init__(self, schemas: Schemas = NO_SCHEMAS) -> None:
+        super().__init__(schemas)
         self._schema: Mapping[str, Any] = {}
         self._types: frozenset[str] = frozenset()
         self._num_parameters = 0
