@@ -1,0 +1,1 @@
+"""Drafters, a file each, and what joins them to the tick."""
