@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import contextlib
 import math
+from collections.abc import Callable
 from contextlib import AbstractContextManager
 from pathlib import Path
+from typing import TypeVar
 
 import torch
 
@@ -24,6 +26,7 @@ from slipstream.models.maths_torch import TorchMaths
 from slipstream.models.registry import MODELS
 
 Tensor = torch.Tensor
+T = TypeVar("T")
 
 LOAD_FORMATS = ("auto", "safetensors", "gguf", "dummy")
 # Weights on the device that the model has not asked for yet, and who reads them.
@@ -79,24 +82,40 @@ def load_model(
 
     def build(maths: Maths) -> Model:
         def weight(name: str) -> Tensor:
-            tensor = get(name).to(device, dtype)
-            if tensor.dim() == 2 and maths.max_weight < math.inf:
-                _check_range(name, tensor, maths.max_weight)
-            return tensor
+            return as_weight(name, get(name), dtype, device, maths)
 
         with _reading(source, shapes, device) as get:
             return model_class(spec, weight, maths, device)
 
     with torch.inference_mode(), contextlib.closing(source):
-        if fused:
-            return build(FusedMaths(dtype, device, batch_invariant))
-        try:
-            return build(TorchMaths(choose_linear(dtype, device, batch_invariant=batch_invariant)))
-        except _RangeError as error:
-            torch_linear = choose_linear(
-                dtype, device, batch_invariant=batch_invariant, refused=str(error)
-            )
-            return build(TorchMaths(torch_linear))
+        return with_maths(build, dtype, device, fused=fused, batch_invariant=batch_invariant)
+
+
+def with_maths(
+    build: Callable[[Maths], T],
+    dtype: torch.dtype,
+    device: torch.device,
+    *,
+    fused: bool,
+    batch_invariant: bool,
+) -> T:
+    """build(maths) with the maths that suit the device; once more with others where a weight is beyond what
+    the first can hold (see as_weight). fused, batch_invariant: load_model's."""
+    if fused:
+        return build(FusedMaths(dtype, device, batch_invariant))
+    try:
+        return build(TorchMaths(choose_linear(dtype, device, batch_invariant=batch_invariant)))
+    except _RangeError as error:
+        torch_linear = choose_linear(dtype, device, batch_invariant=batch_invariant, refused=str(error))
+        return build(TorchMaths(torch_linear))
+
+
+def as_weight(name: str, tensor: Tensor, dtype: torch.dtype, device: torch.device, maths: Maths) -> Tensor:
+    """A stored tensor as the maths want it."""
+    tensor = tensor.to(device, dtype)
+    if tensor.dim() == 2 and maths.max_weight < math.inf:
+        _check_range(name, tensor, maths.max_weight)
+    return tensor
 
 
 def _reading(source: WeightSource, order: Shapes, device: torch.device) -> AbstractContextManager[Read]:

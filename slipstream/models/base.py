@@ -12,6 +12,7 @@ import torch
 
 from slipstream.attention.protocol import Attend, LayerAttention
 from slipstream.config.model import ModelSpec
+from slipstream.layers.embedding import Embedding
 from slipstream.models.maths import Maths
 
 Tensor = torch.Tensor
@@ -19,10 +20,12 @@ Weight = Callable[[str], Tensor]
 
 
 class Model(Protocol):
-    """attention: one entry a layer. activation_dtype: of q, k, v and the hidden states. num_bytes: weights
-    and tables. linear_name, linear_reason: how its linear layers run and why, for the plan."""
+    """attention: one entry a layer. embed: of its tokens; drafters may share it. activation_dtype: of q, k, v
+    and the hidden states. num_bytes: weights and tables. linear_name, linear_reason: how its linear layers
+    run and why, for the plan."""
 
     attention: tuple[LayerAttention, ...]
+    embed: Embedding
     activation_dtype: torch.dtype
     num_bytes: int
     linear_name: str

@@ -39,6 +39,7 @@ class CompiledModel:
         self._model = model
         self._forward: Any = torch.compile(model.forward, dynamic=True, fullgraph=True, backend=backend)
         self.attention: tuple[LayerAttention, ...] = model.attention
+        self.embed = model.embed
         self.activation_dtype = model.activation_dtype
         self.num_bytes = model.num_bytes
         self.linear_name = f"{model.linear_name}, compiled"

@@ -55,6 +55,49 @@ class Layer:
     down: Linear
 
 
+def layers_attention(spec: ModelSpec) -> tuple[LayerAttention, ...]:
+    """What each layer's attention is, for a backend."""
+    return tuple(
+        LayerAttention(spec.num_heads, spec.num_kv_heads, spec.head_dim, spec.head_dim**-0.5, window)
+        for window in spec.windows
+    )
+
+
+def make_layer(
+    maths: Maths,
+    rotary: Rotary,
+    names: WeightNames,
+    spec: ModelSpec,
+    prefix: str,
+    weight: Weight,
+    attention_norm: Sized,
+) -> Layer:
+    """One block of the weights that begin with prefix. Its first norm is given: drafters put others there."""
+
+    def linear(modules: tuple[str, ...], bias: bool) -> Linear:
+        joined = torch.cat([weight(f"{prefix}{module}.weight") for module in modules])
+        biases = torch.cat([weight(f"{prefix}{module}.bias") for module in modules]) if bias else None
+        return maths.linear(joined, biases)
+
+    def heads() -> Sized:
+        norm_YD = None
+        counts = (spec.num_heads, spec.num_kv_heads)
+        if spec.qk_norm:
+            rows = [weight(f"{prefix}{module}.weight")[None] for module in names.head_norms]
+            norm_YD = torch.cat([row.expand(count, -1) for row, count in zip(rows, counts, strict=True)])
+        return maths.heads(*counts, spec.head_dim, norm_YD, spec.rms_norm_eps, rotary)
+
+    return Layer(
+        attention_norm=attention_norm,
+        qkv=linear(names.qkv, spec.qkv_bias),
+        heads=heads(),
+        o=linear(names.o, spec.o_bias),
+        mlp_norm=maths.norm(weight(f"{prefix}{names.mlp_norm}.weight"), spec.rms_norm_eps),
+        gate_up=linear(names.gate_up, spec.mlp_bias),
+        down=linear(names.down, spec.mlp_bias),
+    )
+
+
 class Decoder:
     """See models/base.Model. How it computes is its maths' affair."""
 
@@ -64,12 +107,9 @@ class Decoder:
         names, self._maths = self.names, maths
         self.activation_dtype = maths.activation_dtype
         self.linear_name, self.linear_reason = maths.name, maths.reason
-        self.attention = tuple(
-            LayerAttention(spec.num_heads, spec.num_kv_heads, spec.head_dim, spec.head_dim**-0.5, window)
-            for window in spec.windows
-        )
+        self.attention = layers_attention(spec)
         embed_VH = weight(names.embed + ".weight")
-        self._embed = Embedding(embed_VH)
+        self.embed = Embedding(embed_VH)
         self._rotary = Rotary(spec.rope, spec.max_model_len, device)
         prefixes = map(names.layer.format, range(spec.num_layers))
         layers = [self._layer(spec, prefix, weight) for prefix in prefixes]
@@ -79,12 +119,12 @@ class Decoder:
         self._lm_head = maths.linear(head_VH, None)
         shared = embed_VH.nbytes if spec.tie_word_embeddings and maths.shares_weights else 0
         parts = [getattr(layer, field.name) for layer in layers for field in fields(Layer)]
-        parts += [self._embed, self._final_norm, self._lm_head, self._rotary]
+        parts += [self.embed, self._final_norm, self._lm_head, self._rotary]
         self.num_bytes = sum(part.num_bytes for part in parts) - shared
 
     def forward(self, tokens_T: Tensor, positions_T: Tensor, attend: Attend) -> Tensor:
         first_norm = self._layers[0][1].attention_norm
-        step = self._maths.open(self._embed, self._rotary, first_norm, tokens_T, positions_T)
+        step = self._maths.open(self.embed, self._rotary, first_norm, tokens_T, positions_T)
         for index, layer in self._layers:
             qkv_TN = step.project(layer.attention_norm, layer.qkv)
             step.add(layer.o, step.mix(index, layer.heads, qkv_TN, attend))
@@ -103,35 +143,8 @@ class Decoder:
         return self._maths.logits(self._lm_head, hidden_NH)
 
     def _layer(self, spec: ModelSpec, prefix: str, weight: Weight) -> Layer:
-        names = self.names
-
-        def linear(modules: tuple[str, ...], bias: bool) -> Linear:
-            joined = torch.cat([weight(f"{prefix}{module}.weight") for module in modules])
-            biases = torch.cat([weight(f"{prefix}{module}.bias") for module in modules]) if bias else None
-            return self._maths.linear(joined, biases)
-
-        def norm(module: str) -> Sized:
-            return self._maths.norm(weight(f"{prefix}{module}.weight"), spec.rms_norm_eps)
-
-        return Layer(
-            attention_norm=norm(names.attention_norm),
-            qkv=linear(names.qkv, spec.qkv_bias),
-            heads=self._heads(spec, prefix, weight),
-            o=linear(names.o, spec.o_bias),
-            mlp_norm=norm(names.mlp_norm),
-            gate_up=linear(names.gate_up, spec.mlp_bias),
-            down=linear(names.down, spec.mlp_bias),
-        )
-
-    def _heads(self, spec: ModelSpec, prefix: str, weight: Weight) -> Sized:
-        norm_YD = None
-        if spec.qk_norm:
-            rows = [weight(f"{prefix}{module}.weight")[None] for module in self.names.head_norms]
-            counts = (spec.num_heads, spec.num_kv_heads)
-            norm_YD = torch.cat([row.expand(count, -1) for row, count in zip(rows, counts, strict=True)])
-        return self._maths.heads(
-            spec.num_heads, spec.num_kv_heads, spec.head_dim, norm_YD, spec.rms_norm_eps, self._rotary
-        )
+        first = self._maths.norm(weight(f"{prefix}{self.names.attention_norm}.weight"), spec.rms_norm_eps)
+        return make_layer(self._maths, self._rotary, self.names, spec, prefix, weight, first)
 
     @classmethod
     def weight_shapes(cls, spec: ModelSpec) -> dict[str, tuple[int, ...]]:

@@ -49,6 +49,10 @@ class Pass(Protocol):
         """residual += linear(x)."""
         ...
 
+    def residual(self) -> Tensor:
+        """The residual as it stands, float32 [T, H]; what follows changes it."""
+        ...
+
     def finish(self, norm: Any) -> Tensor:
         """norm(residual): [T, H]."""
         ...
@@ -79,6 +83,15 @@ class Maths(Protocol):
         self, embed: Embedding, rotary: Rotary, first_norm: Any, token_T: Tensor, position_T: Tensor
     ) -> Pass:
         """token_T, position_T: int64. first_norm: what the first project() will be given."""
+        ...
+
+    def resume(self, rotary: Rotary, residual_TH: Tensor, position_T: Tensor) -> Pass:
+        """A pass whose residual begins elsewhere than with tokens: float32 [T, H], adjacent, which it
+        owns."""
+        ...
+
+    def normed(self, norm: Any, x_TH: Tensor) -> Tensor:
+        """norm(x), for what is no residual: any float type in, activation_dtype out."""
         ...
 
     def logits(self, head: Any, hidden_NH: Tensor) -> Tensor:

@@ -117,7 +117,15 @@ class FusedMaths:
     def open(
         self, embed: Embedding, rotary: Rotary, first_norm: FusedNorm, token_T: Tensor, position_T: Tensor
     ) -> FusedPass:
-        return FusedPass(embed, first_norm.norm, token_T, self.activation_dtype)
+        norm, dtype = first_norm.norm, self.activation_dtype
+        residual_TH, first_TH = embed_rms_norm(token_T, embed.weight_VH, norm.weight_K, norm.eps, dtype)
+        return FusedPass(residual_TH, dtype, first_TH)
+
+    def resume(self, rotary: Rotary, residual_TH: Tensor, position_T: Tensor) -> FusedPass:
+        return FusedPass(residual_TH, self.activation_dtype)
+
+    def normed(self, norm: FusedNorm, x_TH: Tensor) -> Tensor:
+        return rms_norm(x_TH, norm.norm.weight_K, norm.norm.eps, self.activation_dtype)
 
     def logits(self, head: FusedLinear, hidden_NH: Tensor) -> Tensor:
         return head(hidden_NH)
@@ -139,12 +147,9 @@ def _most_scratch(outputs: int, inputs: int, dtype: torch.dtype, invariant: bool
 class FusedPass:
     """See Pass. What cuBLAS adds to the residual waits for the norm that follows."""
 
-    def __init__(self, embed: Embedding, first_norm: Norm, token_T: Tensor, dtype: torch.dtype) -> None:
-        self._dtype = dtype
-        self._residual_TH, first_TH = embed_rms_norm(
-            token_T, embed.weight_VH, first_norm.weight_K, first_norm.eps, dtype
-        )
-        self._ready_TH: Tensor | None = first_TH  # the embedding's kernel has normed already
+    def __init__(self, residual_TH: Tensor, dtype: torch.dtype, ready_TH: Tensor | None = None) -> None:
+        self._residual_TH, self._dtype = residual_TH, dtype
+        self._ready_TH = ready_TH  # the embedding's kernel has normed already
         self._delta_TH: Tensor | None = None
 
     def _normed(self, norm: Norm) -> Tensor:
@@ -188,6 +193,10 @@ class FusedPass:
             add_linear(
                 x_TK, linear_.weight_NK, linear_.bias_N, self._residual_TH, config, linear_.scratch
             )
+
+    def residual(self) -> Tensor:
+        delta_TH, self._delta_TH = self._delta_TH, None
+        return self._residual_TH if delta_TH is None else self._residual_TH.add_(delta_TH)
 
     def finish(self, norm: FusedNorm) -> Tensor:
         return self._normed(norm.norm)

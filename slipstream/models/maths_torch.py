@@ -16,7 +16,7 @@ from slipstream.kernels.silu_and_mul import silu_and_mul_reference
 from slipstream.layers.embedding import Embedding
 from slipstream.layers.linear import Linear, LinearBackend
 from slipstream.layers.norm import HeadNorm, NoHeadNorm, RMSNorm
-from slipstream.layers.rotary import Rotary, rotate
+from slipstream.layers.rotary import Rotary, Turn, rotate
 
 Tensor = torch.Tensor
 
@@ -60,7 +60,13 @@ class TorchMaths:
     def open(
         self, embed: Embedding, rotary: Rotary, first_norm: RMSNorm, token_T: Tensor, position_T: Tensor
     ) -> TorchPass:
-        return TorchPass(self._linear, embed, rotary, token_T, position_T)
+        return TorchPass(self._linear, embed(token_T), rotary.turn(position_T))
+
+    def resume(self, rotary: Rotary, residual_TH: Tensor, position_T: Tensor) -> TorchPass:
+        return TorchPass(self._linear, residual_TH, rotary.turn(position_T))
+
+    def normed(self, norm: RMSNorm, x_TH: Tensor) -> Tensor:
+        return norm(x_TH.float())
 
     def logits(self, head: Linear, hidden_NH: Tensor) -> Tensor:
         count = len(hidden_NH)
@@ -70,13 +76,11 @@ class TorchMaths:
 class TorchPass:
     """See Pass. Rows are padded to the count at which results do not depend on the batch."""
 
-    def __init__(
-        self, linear: LinearBackend, embed: Embedding, rotary: Rotary, token_T: Tensor, position_T: Tensor
-    ) -> None:
-        self._tokens = len(token_T)
+    def __init__(self, linear: LinearBackend, residual_TH: Tensor, turn: Turn) -> None:
+        self._tokens = len(residual_TH)
         self._rows = linear.even_rows(self._tokens)
-        self._residual_MH = _padded(embed(token_T), self._rows)
-        self._turn = rotary.turn(position_T)
+        self._residual_MH = _padded(residual_TH, self._rows)
+        self._turn = turn
 
     def project(self, norm: RMSNorm, linear: Linear) -> Tensor:
         return linear(norm(self._residual_MH))[: self._tokens]
@@ -93,6 +97,9 @@ class TorchPass:
 
     def add(self, linear: Linear, x_TK: Tensor) -> None:
         self._residual_MH.add_(linear(x_TK))
+
+    def residual(self) -> Tensor:
+        return self._residual_MH[: self._tokens]
 
     def finish(self, norm: RMSNorm) -> Tensor:
         return norm(self._residual_MH)[: self._tokens]
