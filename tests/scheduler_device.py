@@ -117,6 +117,8 @@ class DeviceModel:
                 new, finish[lane] = self._prefill(state, size, bool(plan.lane_samples[lane]))
                 pieces += self._score(row, state, start, start + size)
             assert state.num_computed <= plan.len_bound
+            if new and state.alive:
+                self._draft(state)
             counts[lane] = len(new)
             tokens[lane, : len(new)] = new
         scores = self._token_scores(tokens)
@@ -178,6 +180,13 @@ class DeviceModel:
         for position in range(end):
             found = self.slots.get(self._slot(state, position))
             assert found == self._kv(state, position, tokens), f"position {position} was overwritten"
+
+    def _draft(self, state: DeviceRow) -> None:
+        """What a drafter with layers of its own writes: the positions of the newest token and of drafts."""
+        assert state.request is not None
+        first = len(state.tokens) - 1
+        for position in range(first, min(first + self.config.lookahead, state.request.max_len)):
+            self.slots[self._slot(state, position)] = ("a draft", (position,))
 
     def _sample(self, state: DeviceRow, most: int) -> tuple[list[int], Finish]:
         request = state.request

@@ -14,6 +14,7 @@ class SchedulerConfig:
     max_num_batched_tokens: most tokens of a step; enough for every row to decode, so nobody starves.
     num_blocks: blocks of the KV pool, the null block (0) counted: a request can have all but one.
     tokens_per_step: tokens a decode lane may add, 1 + drafts; bounds assume all of them.
+    lookahead: KV positions beyond those of a step that a drafter with layers of its own writes after it.
     grant_ahead: blocks a decode row is given beyond the one it needs, so that most steps grant nothing.
     """
 
@@ -25,12 +26,13 @@ class SchedulerConfig:
     policy: str = "fcfs"
     enable_prefix_caching: bool = True
     tokens_per_step: int = 1
+    lookahead: int = 0
     grant_ahead: int = 1
 
     def __post_init__(self) -> None:
         for name, least in (
             ("max_num_seqs", 1), ("max_model_len", 1), ("block_size", 1), ("num_blocks", 2),
-            ("tokens_per_step", 1), ("grant_ahead", 0),
+            ("tokens_per_step", 1), ("lookahead", 0), ("grant_ahead", 0),
             ("max_num_batched_tokens", self.max_num_seqs * self.tokens_per_step),
         ):
             if getattr(self, name) < least:

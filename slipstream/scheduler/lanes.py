@@ -68,7 +68,8 @@ EMPTY_LANES = Lanes(NO_ROWS, NO_ROWS, NO_ROWS, np.empty(0, np.bool_), NO_KEYS, N
 def blocks_short(columns: RowColumns, rows: Array, config: SchedulerConfig, ahead: int) -> Array:
     """int32: blocks that each decode row lacks for its next step and `ahead` more, never past its max_len."""
     max_len = columns.max_len[rows]
-    upto = np.minimum(columns.computed_bound[rows] + config.tokens_per_step, max_len)
+    reach = config.tokens_per_step + config.lookahead
+    upto = np.minimum(columns.computed_bound[rows] + reach, max_len)
     wanted = -(-upto // config.block_size)
     if ahead:
         wanted = np.minimum(wanted + ahead, -(-max_len // config.block_size))
@@ -82,6 +83,6 @@ def quiet_steps(columns: RowColumns, rows: Array, config: SchedulerConfig) -> in
         return 0
     computed, max_len = columns.computed_bound[rows], columns.max_len[rows]
     room = columns.granted[rows] * config.block_size
-    room = np.where(room < max_len, room - computed, FOREVER)
+    room = np.where(room < max_len, room - config.lookahead - computed, FOREVER)
     left = int((max_len - 1 - computed).min())
     return min(int(room.min()) // config.tokens_per_step, -(-left // config.tokens_per_step))

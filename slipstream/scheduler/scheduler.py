@@ -102,7 +102,7 @@ class Scheduler:
             return (f"prompt={length} tokens: must be at least 1, at most max_len={request.max_len} and "
                     f"max_model_len={config.max_model_len}")
         open_ended = request.params.max_tokens is None
-        most = min(length + 1, request.max_len) if open_ended else request.max_len
+        most = min(length + 1 + config.lookahead, request.max_len) if open_ended else request.max_len
         needed = config.blocks_for(most)
         if needed > config.usable_blocks:
             return (f"prompt={length} tokens: needs {needed} KV blocks of {config.block_size} tokens to grow "

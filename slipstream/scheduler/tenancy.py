@@ -42,10 +42,11 @@ class Tenancy:
         return entry
 
     def admit(self, entry: Entry, reserve: int) -> Admission | None:
-        """Give the entry a row and blocks for all of its tokens; None where that would leave fewer than
-        `reserve` free blocks. A row must be free."""
+        """Give the entry a row, and blocks for its tokens and the lookahead; None where that would leave
+        fewer than `reserve` free blocks. A row must be free."""
         cached = self._prefixes.lookup(entry)
-        fresh = self._config.blocks_for(len(entry.tokens)) - len(cached)
+        reach = min(len(entry.tokens) + self._config.lookahead, entry.request.max_len)
+        fresh = self._config.blocks_for(reach) - len(cached)
         if fresh + reserve > self.pool.num_free - self.pool.count_idle(cached):
             return None
         self.pool.share(cached)
