@@ -64,7 +64,8 @@ class EngineArgs:
         default=None, metadata={"help": 'JSON object: {"mode": "none"} or {"mode": "stock_torch_compile"}'}
     )
     speculative_config: str | dict[str, Any] | None = field(
-        default=None, metadata={"help": 'JSON object such as {"method": "ngram"}; not there yet'}
+        default=None,
+        metadata={"help": 'JSON object such as {"method": "ngram", "num_speculative_tokens": 8}'},
     )
     max_logprobs: int = field(
         default=20, metadata={"help": "most logprobs a request may ask; -1: the vocabulary"}

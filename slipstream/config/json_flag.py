@@ -1,4 +1,5 @@
-"""Flags whose value is a JSON object, as text or read already; and the one for speculation."""
+"""Flags whose value is a JSON object, as text or read already; and what vLLM's rules read of the one for
+speculation (speculation.py has ours)."""
 
 from __future__ import annotations
 
@@ -17,7 +18,7 @@ METHODS = (
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Speculation:
-    """--speculative-config, as far as a choice depends on it. method: one of METHODS, or a model's own
+    """--speculative-config, as far as vLLM's rules depend on it. method: one of METHODS, or a model's own
     `..._mtp`."""
 
     method: str
@@ -37,13 +38,10 @@ def read_object(field: str, value: JsonFlag) -> dict[str, Any]:
     return fields
 
 
-def read_speculation(value: JsonFlag) -> Speculation | None:
+def method_of(fields: dict[str, Any], shown: JsonFlag) -> str:
     """Without a method, a model named ngram is that method and any other a draft model, as in vLLM. Raises
-    ValueError."""
-    if value is None:
-        return None
-    fields = read_object("speculative_config", value)
-    start = f"--speculative-config={value!r}: "
+    ValueError; shown: the flag's value, for its text."""
+    start = f"--speculative-config={shown!r}: "
     model = fields.get("model")
     implied = "ngram" if model in ("ngram", "[ngram]") else None if model is None else "draft_model"
     method = fields.get("method", implied)
@@ -51,6 +49,16 @@ def read_speculation(value: JsonFlag) -> Speculation | None:
         raise ValueError(f"{start}method (or model) is missing; methods are {', '.join(METHODS)}")
     if not isinstance(method, str) or (method not in METHODS and not method.endswith("_mtp")):
         raise ValueError(f"{start}method must be one of {', '.join(METHODS)}")
+    return method
+
+
+def read_speculation(value: JsonFlag) -> Speculation | None:
+    """Raises ValueError."""
+    if value is None:
+        return None
+    fields = read_object("speculative_config", value)
+    start = f"--speculative-config={value!r}: "
+    method = method_of(fields, value)
     tokens = fields.get("num_speculative_tokens", 1)
     if type(tokens) is not int or tokens < 1:
         raise ValueError(f"{start}num_speculative_tokens must be an integer of at least 1")

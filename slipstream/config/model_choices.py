@@ -12,11 +12,19 @@ GIB = 2**30
 
 
 def kv_cache_choice(
-    args: EngineArgs, spec: ModelSpec, device: str, kv_dtype: str, max_model_len: int, max_num_seqs: int
+    args: EngineArgs,
+    spec: ModelSpec,
+    device: str,
+    kv_dtype: str,
+    max_model_len: int,
+    max_num_seqs: int,
+    drafter_width: int = 0,
 ) -> Choice:
-    """value: bytes_per_token over all layers; num_blocks, None until memory is measured; what a request of
-    max_model_len takes, and max_num_seqs of them."""
-    token = 2 * spec.num_layers * spec.num_kv_heads * spec.head_dim * ITEM_BYTES[kv_dtype]
+    """drafter_width: elements a token that a drafter's layers add. value: bytes_per_token over all layers;
+    num_blocks, None until memory is measured; what a request of max_model_len takes, and max_num_seqs of
+    them."""
+    width = 2 * spec.num_layers * spec.num_kv_heads * spec.head_dim + drafter_width
+    token = width * ITEM_BYTES[kv_dtype]
     block = token * args.block_size
     request = -(-max_model_len // args.block_size) * block
     blocks, flag = args.num_gpu_blocks_override, "--num-gpu-blocks-override"

@@ -8,6 +8,7 @@ from typing import Any, Literal
 
 from slipstream.config.args import EngineArgs
 from slipstream.config.model import ModelSpec
+from slipstream.config.speculation import SpeculativeConfig
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -30,6 +31,7 @@ class EnginePlan:
     batch_invariant: one choice of tiles for any batch. compile_mode: "none" or "stock_torch_compile", for the
     model's forward. graph_sizes: decoding lanes of each CUDA graph, ascending; empty: every step is eager.
     token_buckets: tokens of each graph of a mixed step, ascending; empty with graph_sizes.
+    speculation: None where every step gives one token a row.
     choices: decision name -> Choice, in the order that `slipstream explain` prints. vllm_0_31: decision name
     -> what vLLM 0.31.0 would choose.
     """
@@ -52,5 +54,6 @@ class EnginePlan:
     compile_mode: str
     graph_sizes: tuple[int, ...]
     token_buckets: tuple[int, ...]
+    speculation: SpeculativeConfig | None
     choices: dict[str, Choice]
     vllm_0_31: dict[str, Choice]

@@ -17,11 +17,12 @@ from slipstream.config.device import (
     DeviceFacts,
     choose_for_device,
 )
-from slipstream.config.json_flag import Speculation, read_speculation
+from slipstream.config.json_flag import read_object
 from slipstream.config.model import ModelSpec
 from slipstream.config.model_choices import check_front_end, kv_cache_choice, model_choices
 from slipstream.config.plan import Choice, EnginePlan
 from slipstream.config.runner import choose_runner, choose_steps_in_flight
+from slipstream.config.speculation import NO_FACTS, DrafterFacts, SpeculativeConfig, read_speculative_config
 from slipstream.config.vllm_rules import vllm_choices, vllm_facts
 
 # As people read it: what runs, on what, with how much.
@@ -34,6 +35,11 @@ ORDER = (
 DTYPES = ("float32", "bfloat16", "float16")
 LOAD_FORMATS = ("auto", "safetensors", "gguf", "dummy")
 DEFAULT_MAX_NUM_SEQS = 256
+ON_HOST_IN_V1 = ("ngram", "suffix")
+POLICY = (
+    "each step verifies as many as gave the most tokens a second, by acceptance and step times measured some "
+    "steps ago; none where they don't pay or would preempt a request"
+)
 
 
 def resolve(
@@ -42,9 +48,11 @@ def resolve(
     facts: DeviceFacts,
     env: Mapping[str, str] = os.environ,
     own_template: str = "",
+    drafter: DrafterFacts = NO_FACTS,
 ) -> EnginePlan:
     """The plan of one engine. env: where variables that choose a runner are read. own_template: where the
-    model keeps its chat template, empty where it has none. Raises ValueError."""
+    model keeps its chat template, empty where it has none. drafter: of the one that --speculative-config
+    names. Raises ValueError."""
     _check(args)
     check_front_end(args)
     choices: dict[str, Choice] = {}
@@ -65,13 +73,13 @@ def resolve(
         max_num_seqs=max_num_seqs,
         max_num_batched_tokens=batched,
     )
-    choices["speculation"] = _speculation(args)
+    speculation, choices["speculation"] = _speculation(args, spec, drafter, vote.runner)
     choices["parallel"] = Choice(
         value={"tensor_parallel_size": 1, "pipeline_parallel_size": 1, "data_parallel_size": 1},
         reason="one device: there are no other layouts",
     )
     choices["kv_cache"] = kv_cache_choice(
-        args, spec, device, chosen.kv_cache_dtype, max_model_len, max_num_seqs
+        args, spec, device, chosen.kv_cache_dtype, max_model_len, max_num_seqs, drafter.kv_width
     )
     _scheduling(args, choices)
     choices["max_logprobs"] = _max_logprobs(args, spec)
@@ -89,6 +97,7 @@ def resolve(
         steps_in_flight=steps,
         num_blocks=args.num_gpu_blocks_override,
         max_logprobs=choices["max_logprobs"].value,
+        speculation=speculation,
         choices={name: choices[name] for name in ORDER},
         vllm_0_31=vllm_choices(vllm_facts(args, facts, env)),
         **asdict(chosen),
@@ -202,16 +211,27 @@ def _scheduling(args: EngineArgs, choices: dict[str, Choice]) -> None:
     )
 
 
-def no_speculation(asked: Speculation) -> str:
-    """Why --speculative-config is refused."""
-    return f"--speculative-config: speculation (here by {asked.method}) is not there yet"
-
-
-def _speculation(args: EngineArgs) -> Choice:
-    asked = read_speculation(args.speculative_config)
-    if asked is not None:
-        raise ValueError(no_speculation(asked))
-    return Choice(value="none", reason="not there yet: one token a step", flag="--speculative-config")
+def _speculation(
+    args: EngineArgs, spec: ModelSpec, drafter: DrafterFacts, runner: str
+) -> tuple[SpeculativeConfig | None, Choice]:
+    flag = "--speculative-config"
+    chosen = read_speculative_config(
+        args.speculative_config, drafter, vocab_size=spec.vocab_size, hidden_size=spec.hidden_size
+    )
+    if chosen is None:
+        return None, Choice(value="none", reason="not asked for: one token a row and step", flag=flag)
+    asked = read_object("speculative_config", args.speculative_config)
+    given = "num_speculative_tokens" in asked
+    whose = "asked for" if given else "the drafter's own" if drafter.num_tokens else "the default"
+    where = "on the device, inside the step" if runner == "v2" else "by runner v1, which waits for them"
+    if runner == "v1" and chosen.method in ON_HOST_IN_V1:
+        where = "by runner v1 on the host"
+    tokens = chosen.num_speculative_tokens
+    reason = f"asked for; up to {tokens} drafts a step ({whose}), made {where}; {POLICY}"
+    if chosen.acceptance:
+        rates = ", ".join(f"{rate:.3g}" for rate in chosen.acceptance)
+        reason += f"; synthetic: drafts are taken by chance ({rates}), so texts mean nothing"
+    return chosen, Choice(value=chosen.method, reason=reason, flag=flag)
 
 
 def _max_logprobs(args: EngineArgs, spec: ModelSpec) -> Choice:

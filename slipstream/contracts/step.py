@@ -51,17 +51,17 @@ class StepPlan:
     """One step. Applied in this order: released, admissions, block grants, lanes.
 
     released: int32, rows whose owner left (finished, aborted or preempted) since the last plan; never
-    scheduled again
-        before an admission. A row may be in `released` and in `admissions` of one plan.
+        scheduled again before an admission. A row may be in `released` and in `admissions` of one plan.
     grant_row / grant_index / grant_block: int32 [G], block-table cells to set: table[row, index] = block.
     lane_row / lane_generation: int32 [L]; decode lanes come first. Unchanged arrays are the same object as in
-    the
-        plan before, and lanes_changed is False.
-    lane_query_len: int32 [L], tokens computed in this step: 1 for a decode lane, the chunk for a prefill
-    lane. lane_samples: bool [L], True where the step ends in a sampled token: every decode lane, and the last
-    chunk of a
-        prefill.
+        the plan before. lanes_changed: False where all of them, draft_tokens and draft_room are as in the
+        plan before.
+    lane_query_len: int32 [L], tokens computed in this step: 1 for a decode lane (drafts come on top of that),
+        the chunk for a prefill lane. lane_samples: bool [L], True where the step ends in a sampled token:
+        every decode lane, and the last chunk of a prefill.
     len_bound: the most KV positions that any lane may hold after this step (host bound).
+    draft_tokens: drafts that a decode lane verifies at most; 0 is a plain step, whatever drafts rows hold.
+    draft_room: drafts that all decode lanes verify together at most; lanes are served in their order.
     """
 
     step: int
@@ -77,6 +77,8 @@ class StepPlan:
     grant_row: Array = field(default_factory=empty_i32)
     grant_index: Array = field(default_factory=empty_i32)
     grant_block: Array = field(default_factory=empty_i32)
+    draft_tokens: int = 0
+    draft_room: int = 0
 
     def fresh_blocks(self) -> Array:
         """int32, new blocks that will be read half full: a prompt's last one, and those granted for
@@ -115,6 +117,7 @@ class StepResult:
 
     num_tokens: int32 [L], tokens appended to the lane's row (0 for dead lanes and unfinished prefills).
     tokens: int32 [L, Q]; the first num_tokens of each are valid. finish: int32 [L], Finish codes.
+    drafted: int32 [L], drafts that the lane verified; None of a step without any.
     """
 
     step: int
@@ -125,3 +128,4 @@ class StepResult:
     finish: Array
     logprobs: TokenLogprobs | None = None
     prompt_logprobs: list[PromptLogprobs] = field(default_factory=list)
+    drafted: Array | None = None

@@ -11,9 +11,9 @@ from collections.abc import Mapping
 from slipstream.config.args import EngineArgs, flag_name
 from slipstream.config.device import ASSUMED_CUDA
 from slipstream.config.explanation import Explanation
-from slipstream.config.json_flag import JsonFlag, read_object, read_speculation
+from slipstream.config.json_flag import JsonFlag, read_object
 from slipstream.config.plan import Choice
-from slipstream.config.resolve import no_speculation
+from slipstream.config.speculation import SpeculationError
 from slipstream.config.vllm_rules import NO_VLLM_FLAGS, VllmOnly, vllm_choices, vllm_facts
 from slipstream.engine.plan import device_facts, make_plan
 
@@ -27,9 +27,9 @@ def explain(
 ) -> Explanation:
     """For this machine, or with --device cuda on one that has none for ASSUMED_CUDA.
 
-    Speculation, and flags that only vLLM has, are explained as what they are here: a decision whose value is
-    "error" beside the plan without them. Any other contradiction is the explanation's error. Raises
-    ValueError for flags that nobody can read.
+    Speculation that cannot be honoured, and flags that only vLLM has, are explained as what they are here: a
+    decision whose value is "error" beside the plan without them. Any other contradiction is the explanation's
+    error. Raises ValueError for flags that nobody can read.
     """
     facts = device_facts()
     if args.device == "cuda" and facts.kind != "cuda":
@@ -39,12 +39,12 @@ def explain(
     only = dataclasses.replace(only, enable_sp=enable_sp)
     vllm = vllm_choices(vllm_facts(args, facts, env, only))
     refused = _lacking(only)
-    if (asked := read_speculation(args.speculative_config)) is not None:
-        reason = no_speculation(asked)
-        refused["speculation"] = Choice(value=REFUSED, reason=reason, flag="--speculative-config")
-        args = dataclasses.replace(args, speculative_config=None)
     try:
-        plan = make_plan(args, facts, env)
+        try:
+            plan = make_plan(args, facts, env)
+        except SpeculationError as error:
+            refused["speculation"] = Choice(value=REFUSED, reason=str(error), flag="--speculative-config")
+            plan = make_plan(dataclasses.replace(args, speculative_config=None), facts, env)
     except ValueError as error:
         return Explanation(vllm=vllm, error=str(error))
     return Explanation(vllm=vllm, choices={**plan.choices, **refused})

@@ -15,6 +15,7 @@ from slipstream.config.resolve import DTYPES, resolve
 from slipstream.kernels.backend import INTERPRETED, triton
 from slipstream.layers.linear import planned_activations
 from slipstream.loading import read_spec
+from slipstream.loading.drafter_facts import read_drafter_facts
 from slipstream.loading.templates import check_template, find_template
 from slipstream.runner.memory_cpu import total_memory
 
@@ -59,4 +60,5 @@ def make_plan(
         template = find_template(args.tokenizer or args.model)
         if args.chat_template is not None:
             check_template(args.chat_template)
-    return resolve(args, spec, facts or device_facts(), env, template)
+    drafter = read_drafter_facts(args.speculative_config)
+    return resolve(args, spec, facts or device_facts(), env, template, drafter)

@@ -15,6 +15,7 @@ LEVELS = (
     ("layers", "attention", "sampling"),
     ("models",),
     ("loading",),
+    ("speculation",),
     ("text",),
     ("runner", "scheduler"),
     ("runner_v1",),
