@@ -12,7 +12,7 @@ from typing_extensions import TypedDict
 from slipstream.config.explanation import VLLM_KEY
 from slipstream.observe.log import get_logger
 from slipstream.observe.version import package_version
-from slipstream.server import chat, completions, tokenize
+from slipstream.server import chat, completions, pages, tokenize
 from slipstream.server.context import Context, Engine, Render
 from slipstream.server.errors import ErrorBody, error_body, install
 from slipstream.server.guards import install_guards
@@ -82,6 +82,7 @@ def build_app(
         completions.router(context),
         chat.router(context),
         tokenize.router(context),
+        pages.router(context),
     ):
         app.include_router(routes)
     app.state.max_request_bytes = options.max_request_bytes

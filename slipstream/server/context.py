@@ -28,6 +28,7 @@ if TYPE_CHECKING:
     from slipstream.contracts.outputs import EngineStats
     from slipstream.engine.client import EngineInfo
     from slipstream.engine.input_processor import TokensPrompt
+    from slipstream.engine.look import Look
     from slipstream.engine.outputs import RequestOutput
     from slipstream.server.schema import GenerateBody
     from slipstream.text.tokenizer import Tokenizer
@@ -56,6 +57,8 @@ class Engine(Protocol):
         priority: int = 0,
         max_wait: float | None = None,
     ) -> AsyncGenerator[RequestOutput, None]: ...
+
+    async def look(self) -> Look: ...
 
     def shutdown(self) -> None: ...
 

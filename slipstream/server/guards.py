@@ -12,8 +12,9 @@ from starlette.types import ASGIApp, Receive, Scope, Send
 
 from slipstream.server.errors import ApiError, answer
 from slipstream.server.options import ServerOptions
+from slipstream.server.pages import PAGES
 
-OPEN_PATHS = frozenset({"/health", "/version", "/metrics"})
+OPEN_PATHS = frozenset({"/health", "/version", "/metrics", *PAGES})
 RETRY_SECONDS = 1
 
 
