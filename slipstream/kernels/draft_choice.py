@@ -44,12 +44,11 @@ PIECE = 4096
 
 @dataclass(frozen=True, slots=True)
 class DraftNoise:
-    """The sampler's noise. row_L: int64; length_L: int32, and the draft's position is length + ahead.
-    temperature_R: float32, 0 for greedy rows; seed_lo_R, seed_hi_R: int32; the three of one stride."""
+    """The sampler's noise. row_L: int64; position_L: int32, of the draft. temperature_R: float32, 0 for greedy
+    rows; seed_lo_R, seed_hi_R: int32; the three of one stride."""
 
     row_L: Tensor
-    length_L: Tensor
-    ahead: int
+    position_L: Tensor
     temperature_R: Tensor
     seed_lo_R: Tensor
     seed_hi_R: Tensor
@@ -74,11 +73,11 @@ def choose_draft(
     place_LC = torch.empty(lanes, pieces, dtype=torch.int32, device=device)
     # Arguments that a variant does not read still need a pointer.
     ids = place_LC if ids_D is None else ids_D
-    given = noise or DraftNoise(place_LC, place_LC, 0, best_LC, place_LC, place_LC)
+    given = noise or DraftNoise(place_LC, place_LC, best_LC, place_LC, place_LC)
     _pieces_kernel[(pieces, lanes)](
-        logits_LD, ids, given.row_L, given.length_L, given.temperature_R, given.seed_lo_R, given.seed_hi_R,
+        logits_LD, ids, given.row_L, given.position_L, given.temperature_R, given.seed_lo_R, given.seed_hi_R,
         best_LC, place_LC, logits_LD.stride(0), given.temperature_R.stride(0),
-        AHEAD=given.ahead, VOCAB=vocab, PIECES=pieces, PIECE=PIECE, MAPPED=ids_D is not None,
+        VOCAB=vocab, PIECES=pieces, PIECE=PIECE, MAPPED=ids_D is not None,
         NOISY=noise is not None, PURPOSE=PURPOSE_TOKEN, **pdl_options(logits_LD), num_warps=4,
     )  # fmt: skip
     _merge_kernel[(lanes,)](
@@ -94,7 +93,7 @@ def choose_draft_reference(logits_LD: Tensor, ids_D: Tensor | None, noise: Draft
         ids_D = torch.arange(logits_LD.shape[1], dtype=torch.int32, device=logits_LD.device)
     if noise is not None:
         seeds = noise.seed_lo_R[noise.row_L], noise.seed_hi_R[noise.row_L]
-        key_2L = lane_keys(*seeds, noise.length_L + noise.ahead, PURPOSE_TOKEN)
+        key_2L = lane_keys(*seeds, noise.position_L, PURPOSE_TOKEN)
         heat_L1 = noise.temperature_R[noise.row_L].unsqueeze(1)
         noisy_LD = score_LD / torch.where(heat_L1 > 0, heat_L1, 1.0) - gumbel_cost(key_2L, ids_D).log_()
         score_LD = torch.where(heat_L1 > 0, noisy_LD, score_LD)
@@ -103,9 +102,9 @@ def choose_draft_reference(logits_LD: Tensor, ids_D: Tensor | None, noise: Draft
 
 @jit_with(do_not_specialize=("row_stride",))
 def _pieces_kernel(
-    logits: Arg, ids: Arg, rows: Arg, lengths: Arg, temperatures: Arg, seeds_lo: Arg, seeds_hi: Arg,
+    logits: Arg, ids: Arg, rows: Arg, positions: Arg, temperatures: Arg, seeds_lo: Arg, seeds_hi: Arg,
     best: Arg, places: Arg, stride: Arg, row_stride: Arg,
-    AHEAD: tl.constexpr, VOCAB: tl.constexpr, PIECES: tl.constexpr, PIECE: tl.constexpr,
+    VOCAB: tl.constexpr, PIECES: tl.constexpr, PIECE: tl.constexpr,
     MAPPED: tl.constexpr, NOISY: tl.constexpr, PURPOSE: tl.constexpr, PDL: tl.constexpr,
 ) -> None:
     piece, lane = tl.program_id(0), tl.program_id(1).to(tl.int64)
@@ -118,7 +117,7 @@ def _pieces_kernel(
         at = tl.load(rows + lane) * row_stride
         temperature = tl.load(temperatures + at)
         if temperature > 0.0:
-            position = tl.load(lengths + lane) + AHEAD
+            position = tl.load(positions + lane)
             key0, key1 = lane_key(tl.load(seeds_lo + at), tl.load(seeds_hi + at), position, PURPOSE)
             cost = token_cost(mix_word(name.to(tl.uint32)), key0, key1)
             value = value / temperature - fast_log2(cost) * 0.6931471805599453

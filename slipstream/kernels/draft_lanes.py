@@ -30,12 +30,14 @@ TOKENS_AT_ONCE = 32
 @dataclass(frozen=True, slots=True)
 class DraftLanes:
     """position_PL, slot_PL: int64, of the token that a lane computes in each pass; length_PL: int32, its KV
-    positions with that token. Lanes with nothing to compute: position and slot 0, length 1. count_L: int32,
-    drafts that a lane has room for: 0 for those that gained no token or are dead."""
+    positions with that token, hence the position of the draft that follows. Where there is nothing to
+    compute: position and slot 0, length 1. token_L: int64, the newest token of the row; count_L: int32, drafts
+    that it has room for: both 0 for lanes that gained no token or are dead."""
 
     position_PL: Tensor
     slot_PL: Tensor
     length_PL: Tensor
+    token_L: Tensor
     count_L: Tensor
 
 
@@ -71,12 +73,11 @@ def draft_lanes(
     columns: Mapping[str, Tensor],
     *,
     passes: int,
-    first: int,
     drafts: int,
     most: int,
     block_size: int,
 ) -> DraftLanes:
-    """Pass p of a lane computes position length + first + p of its row. most: positions that the drafter has
+    """Pass p of a lane computes position length - 1 + p of its row. most: positions that the drafter has
     been made for; a draft must follow a computed one. row: int64; appended: int32, tokens that the lane
     gained; columns: the table's, after commit."""
     names = ("alive", "length", "max_len")
@@ -85,18 +86,20 @@ def draft_lanes(
         raise ValueError("row and appended must be [L], and scalar columns have one stride")
     blocks_RB = columns["blocks"]
     if not use_triton(blocks_RB):
-        return draft_lanes_reference(row_L, appended_L, columns, passes, first, drafts, most, block_size)
+        return draft_lanes_reference(row_L, appended_L, columns, passes, drafts, most, block_size)
     lanes, device = row_L.shape[0], blocks_RB.device
     position_PL, slot_PL = torch.empty(2, passes, lanes, dtype=torch.int64, device=device).unbind()
     length_PL = torch.empty(passes, lanes, dtype=torch.int32, device=device)
+    token_L = torch.empty(lanes, dtype=torch.int64, device=device)
     count_L = torch.empty(lanes, dtype=torch.int32, device=device)
-    _lanes_kernel[(passes,)](
-        row_L, appended_L, *state, blocks_RB, position_PL, slot_PL, length_PL, count_L,
-        lanes, state[0].stride(0), blocks_RB.stride(0),
-        FIRST=first, DRAFTS=drafts, MOST=most, BLOCK_SIZE=block_size,
+    _lanes_kernel[(max(passes, 1),)](
+        row_L, appended_L, *state, columns["tokens"], blocks_RB,
+        position_PL, slot_PL, length_PL, token_L, count_L,
+        lanes, state[0].stride(0), columns["tokens"].stride(0), blocks_RB.stride(0),
+        PASSES=passes, DRAFTS=drafts, MOST=most, BLOCK_SIZE=block_size,
         LANES=max(FEW_LANES, next_power_of_2(lanes)), **pdl_options(count_L), num_warps=4,
     )  # fmt: skip
-    return DraftLanes(position_PL, slot_PL, length_PL, count_L)
+    return DraftLanes(position_PL, slot_PL, length_PL, token_L, count_L)
 
 
 def draft_lanes_reference(
@@ -104,7 +107,6 @@ def draft_lanes_reference(
     appended_L: Tensor,
     columns: Mapping[str, Tensor],
     passes: int,
-    first: int,
     drafts: int,
     most: int,
     block_size: int,
@@ -112,14 +114,15 @@ def draft_lanes_reference(
     """The same in torch operations."""
     lives_L = (appended_L > 0) & (columns["alive"][row_L] != 0)
     length_L = columns["length"][row_L].long()
-    position_PL = length_L + (first + torch.arange(passes, device=row_L.device)[:, None])
+    position_PL = length_L - 1 + torch.arange(passes, device=row_L.device)[:, None]
     limit_L = columns["max_len"][row_L].clamp(max=most)
     used_PL = lives_L & (position_PL >= 0) & (position_PL < limit_L)
     position_PL = position_PL * used_PL
     block_PL = columns["blocks"][row_L, position_PL // block_size].long()
     slot_PL = (block_PL * block_size + position_PL % block_size) * used_PL
-    room_L = (most + 1 - length_L).clamp_(0, drafts)
-    return DraftLanes(position_PL, slot_PL, position_PL.int() + 1, (room_L * lives_L).int())
+    token_L = columns["tokens"][row_L, (length_L - 1).clamp_(min=0)] * lives_L
+    room_L = (most + 1 - length_L).clamp_(0, drafts) * lives_L
+    return DraftLanes(position_PL, slot_PL, position_PL.int() + 1, token_L.long(), room_L.int())
 
 
 @jit_with(do_not_specialize=("lanes", "num_tokens"))
@@ -141,10 +144,10 @@ def _next_kernel(
 
 @jit_with(do_not_specialize=("lanes", "blocks_stride"))
 def _lanes_kernel(
-    rows: Arg, appended: Arg, alive: Arg, length: Arg, max_len: Arg, blocks: Arg,
-    position_out: Arg, slot_out: Arg, length_out: Arg, count_out: Arg,
-    lanes: Arg, row_stride: Arg, blocks_stride: Arg,
-    FIRST: tl.constexpr, DRAFTS: tl.constexpr, MOST: tl.constexpr, BLOCK_SIZE: tl.constexpr,
+    rows: Arg, appended: Arg, alive: Arg, length: Arg, max_len: Arg, tokens: Arg, blocks: Arg,
+    position_out: Arg, slot_out: Arg, length_out: Arg, token_out: Arg, count_out: Arg,
+    lanes: Arg, row_stride: Arg, tokens_stride: Arg, blocks_stride: Arg,
+    PASSES: tl.constexpr, DRAFTS: tl.constexpr, MOST: tl.constexpr, BLOCK_SIZE: tl.constexpr,
     LANES: tl.constexpr, PDL: tl.constexpr,
 ) -> None:
     number = tl.program_id(0)
@@ -157,15 +160,17 @@ def _lanes_kernel(
     lives = lives & (tl.load(alive + at, mask=inside, other=0) != 0)
     total = tl.load(length + at, mask=inside, other=0)
     limit = tl.minimum(tl.load(max_len + at, mask=inside, other=0), MOST)
-    place = total + FIRST + number
+    place = total - 1 + number
     used = lives & (place >= 0) & (place < limit)
     place = tl.where(used, place, 0)
     block = tl.load(blocks + row * blocks_stride + place // BLOCK_SIZE, mask=used, other=0).to(tl.int64)
     slot = tl.where(used, block * BLOCK_SIZE + place % BLOCK_SIZE, 0)
-    to = number * lanes + lane
-    tl.store(position_out + to, place.to(tl.int64), mask=inside)
-    tl.store(slot_out + to, slot, mask=inside)
-    tl.store(length_out + to, place + 1, mask=inside)
+    to, there = number * lanes + lane, inside & (number < PASSES)
+    tl.store(position_out + to, place.to(tl.int64), mask=there)
+    tl.store(slot_out + to, slot, mask=there)
+    tl.store(length_out + to, place + 1, mask=there)
     if number == 0:
+        newest = tl.load(tokens + row * tokens_stride + tl.maximum(total - 1, 0), mask=lives, other=0)
+        tl.store(token_out + lane, newest.to(tl.int64), mask=inside)
         room = tl.minimum(tl.maximum(MOST + 1 - total, 0), DRAFTS)
         tl.store(count_out + lane, tl.where(lives, room, 0), mask=inside)

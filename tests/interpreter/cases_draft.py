@@ -30,23 +30,23 @@ def test_the_next_token_of_each_is_read_from_its_own_row():
     assert next_tokens(position, start, row, columns["tokens"]).tolist() == expected
 
 
-@pytest.mark.parametrize("first", [-2, -1])
-def test_passes_compute_what_a_row_has_room_for_and_nothing_of_others(first):
+@pytest.mark.parametrize("passes", [0, 1, 3])
+def test_passes_compute_what_a_row_has_room_for_and_nothing_of_others(passes):
     columns, row = make_columns(), torch.tensor([4, 3, 0, 2, 1])
     appended = torch.tensor([1, 1, 2, 1, 0], dtype=torch.int32)
-    options = dict(passes=3, first=first, drafts=3, most=24, block_size=BLOCK_SIZE)
+    options = dict(passes=passes, drafts=3, most=24, block_size=BLOCK_SIZE)
     lanes = draft_lanes(row, appended, columns, **options)
     same = draft_lanes_reference(row, appended, columns, *options.values())
-    for made, expected in ((lanes.position_PL, same.position_PL), (lanes.slot_PL, same.slot_PL),
-                           (lanes.length_PL, same.length_PL), (lanes.count_L, same.count_L)):
+    for name in ("position_PL", "slot_PL", "length_PL", "token_L", "count_L"):
+        made, expected = getattr(lanes, name), getattr(same, name)
         assert made.dtype == expected.dtype
         assert torch.equal(made, expected)
     # Row 4 is dead, row 2 longer than the drafter's 24 positions, row 1 gained nothing; row 3 ends at 21.
-    start = 20 + first
-    assert lanes.position_PL[:, 1].tolist() == [p if p < 21 else 0 for p in range(start, start + 3)]
-    assert lanes.position_PL[:, 2].tolist() == list(range(9 + first, 12 + first))
-    place = 9 + first
-    assert lanes.slot_PL[0, 2] == columns["blocks"][0, place // BLOCK_SIZE] * BLOCK_SIZE + place % BLOCK_SIZE
+    assert lanes.position_PL[:, 1].tolist() == [19, 20, 0][:passes]
+    assert lanes.position_PL[:, 2].tolist() == [8, 9, 10][:passes]
+    assert lanes.slot_PL[:, 2].tolist() == [3 * BLOCK_SIZE, 3 * BLOCK_SIZE + 1, 3 * BLOCK_SIZE + 2][:passes]
+    newest = [columns["tokens"][r, p] for r, p in ((3, 19), (0, 8), (2, 37))]
+    assert lanes.token_L.tolist() == [0, *newest, 0]
     assert not lanes.position_PL[:, [0, 3, 4]].any()
     assert lanes.count_L.tolist() == [0, 3, 3, 0, 0]
 
@@ -62,7 +62,7 @@ def test_a_draft_is_the_highest_logit_with_the_rows_noise(vocab, dtype, mapped):
     params[:, 0] = torch.tensor([0.0, 1.0, 0.5, 2.0, 0.0])
     seeds = torch.randint(-(1 << 31), 1 << 31, (2, 5, 2), dtype=torch.int64).int()
     length = torch.arange(10, 16, dtype=torch.int32)
-    noise = DraftNoise(row, length, 1, params[:, 0], seeds[0, :, 0], seeds[1, :, 0])
+    noise = DraftNoise(row, length, params[:, 0], seeds[0, :, 0], seeds[1, :, 0])
     out = torch.full((6, 4), -1, dtype=torch.int32)
     choose_draft(logits, out[:, 2], ids, noise)
     assert out[:, 2].tolist() == choose_draft_reference(logits, ids, noise).tolist()
