@@ -25,6 +25,7 @@ from slipstream.contracts.step import (
     TokenLogprobs,
 )
 from slipstream.scheduler import Scheduler, SchedulerConfig
+from slipstream.scheduler.drafting import NoDrafting
 
 END = 7
 VOCAB = 50
@@ -86,6 +87,7 @@ class DeviceModel:
         self.rows = [DeviceRow() for _ in range(config.max_num_seqs)]
         self.slots: dict[tuple[int, int], tuple[str | None, tuple[int, ...]]] = {}
         self.last_lanes: tuple[np.ndarray, ...] | None = None
+        self.last_drafts = (0, 0)
         self.broken_keys: set[int] = set()  # requests whose logits are not finite
         self.computed_tokens = 0
 
@@ -100,7 +102,8 @@ class DeviceModel:
         ):
             assert block != 0
             self.rows[row].blocks[index] = block
-        lanes, width = len(plan.lane_row), self.config.tokens_per_step
+        lanes, width = len(plan.lane_row), 1 + plan.draft_tokens
+        drafted = np.zeros(lanes, np.int32)
         counts, finish = np.zeros(lanes, np.int32), np.zeros(lanes, np.int32)
         tokens = np.full((lanes, width), -1, np.int32)
         pieces: list[PromptLogprobs] = []
@@ -111,7 +114,9 @@ class DeviceModel:
             assert state.generation == plan.lane_generation[lane], "a live lane of an older owner"
             size = int(plan.lane_query_len[lane])
             if lane < plan.num_decode_lanes:
-                new, finish[lane] = self._decode(state, size)
+                assert state.request is not None
+                drafted[lane] = min(plan.draft_tokens, state.request.max_len - len(state.tokens) - 1)
+                new, finish[lane] = self._decode(state, 1 + int(drafted[lane]))
             else:
                 start = state.num_computed
                 new, finish[lane] = self._prefill(state, size, bool(plan.lane_samples[lane]))
@@ -123,7 +128,8 @@ class DeviceModel:
             tokens[lane, : len(new)] = new
         scores = self._token_scores(tokens)
         return StepResult(
-            plan.step, plan.lane_row, plan.lane_generation, counts, tokens, finish, scores, pieces
+            plan.step, plan.lane_row, plan.lane_generation, counts, tokens, finish, scores, pieces,
+            drafted if plan.draft_tokens else None,
         )
 
     def _token_scores(self, tokens: np.ndarray) -> TokenLogprobs | None:
@@ -137,17 +143,21 @@ class DeviceModel:
         rows = plan.lane_row.tolist()
         assert rows and len(set(rows)) == len(rows), "a row has two lanes"
         assert all(0 <= row < config.max_num_seqs for row in rows)
-        assert int(plan.lane_query_len.sum()) <= config.max_num_batched_tokens
         decodes = plan.num_decode_lanes
-        assert (plan.lane_query_len[:decodes] == config.tokens_per_step).all()
+        assert plan.draft_tokens < config.tokens_per_step
+        assert plan.draft_room == decodes * plan.draft_tokens
+        assert int(plan.lane_query_len.sum()) + plan.draft_room <= config.max_num_batched_tokens
+        assert (plan.lane_query_len[:decodes] == 1).all()
         assert plan.lane_samples[:decodes].all()
         assert (plan.lane_query_len > 0).all()
         arrays = (plan.lane_row, plan.lane_generation, plan.lane_query_len, plan.lane_samples)
+        drafts = (plan.draft_tokens, plan.draft_room)
         assert all(a.dtype == np.int32 for a in arrays[:3]) and plan.lane_samples.dtype == np.bool_
         if not plan.lanes_changed:
             assert self.last_lanes is not None
             assert all(a is b for a, b in zip(arrays, self.last_lanes, strict=True))
-        self.last_lanes = arrays
+            assert drafts == self.last_drafts
+        self.last_lanes, self.last_drafts = arrays, drafts
         assert not {a.row for a in plan.admissions} & set(rows[:decodes])
 
     def _admit(self, admission: Admission) -> None:
@@ -236,6 +246,16 @@ class DeviceModel:
         return [PromptLogprobs(row, state.generation, start + 1, ids, ids.astype(np.float32), positions)]
 
 
+class Varying(NoDrafting):
+    """Another limit at every step, none among them, up to `most`."""
+
+    def __init__(self, most: int) -> None:
+        self._random, self._most = random.Random(most), most
+
+    def choose(self, lanes: int) -> int:
+        return self._random.choice((0, 1, self._most))
+
+
 class Harness:
     """Scheduler and device with results that come late, and everything that was delivered."""
 
@@ -245,7 +265,8 @@ class Harness:
             "num_blocks": 65,
         }
         self.config = SchedulerConfig(**{**values, **numbers})  # type: ignore[arg-type]
-        self.scheduler = Scheduler(self.config)
+        most = self.config.tokens_per_step - 1
+        self.scheduler = Scheduler(self.config, Varying(most) if most else None)
         self.device = DeviceModel(self.config)
         self.lag = lag
         self.late: deque[StepResult] = deque()

@@ -24,7 +24,7 @@ class EngineStats:
     host_us: of this step; host_seconds: of all. device_idle_seconds: between steps, while there was work;
     steps_starved: steps that were launched with nothing left on the device, though there was work.
     generation_tokens: delivered. drafts: lanes that verified drafts; accepted_per_position[i]: drafts whose
-    token i was taken.
+    token i was taken; draft_limit: drafts that a lane of the last step planned verifies at most.
     """
 
     num_running: int = 0
@@ -48,6 +48,7 @@ class EngineStats:
     draft_tokens: int = 0
     accepted_tokens: int = 0
     accepted_per_position: tuple[int, ...] = ()
+    draft_limit: int = 0
 
 
 @dataclass(slots=True)
@@ -80,6 +81,7 @@ class EngineOutputs:
     prompt_logprobs: (key, piece) pairs. num_cached: (key, tokens) pairs, once a request, when it is first
     admitted, and admitted: (key, time.monotonic()) of that. errors: (key, text) pairs for requests that
     failed alone; their finish is ERROR. snapshot: the answer to somebody who looked, without other news.
+    drafted: int32 [n], drafts that were verified for the request; None of a step without drafts.
     """
 
     keys: Array
@@ -93,3 +95,4 @@ class EngineOutputs:
     stats: EngineStats = field(default_factory=EngineStats)
     admitted: list[tuple[int, float]] = field(default_factory=list)
     snapshot: EngineSnapshot | None = None
+    drafted: Array | None = None

@@ -13,7 +13,7 @@ class SchedulerConfig:
 
     max_num_batched_tokens: most tokens of a step; enough for every row to decode, so nobody starves.
     num_blocks: blocks of the KV pool, the null block (0) counted: a request can have all but one.
-    tokens_per_step: tokens a decode lane may add, 1 + drafts; bounds assume all of them.
+    tokens_per_step: tokens that a decode lane may add at most, 1 + drafts; bounds assume all that a step may.
     lookahead: KV positions beyond those of a step that a drafter with layers of its own writes after it.
     grant_ahead: blocks a decode row is given beyond the one it needs, so that most steps grant nothing.
     """
@@ -33,7 +33,7 @@ class SchedulerConfig:
         for name, least in (
             ("max_num_seqs", 1), ("max_model_len", 1), ("block_size", 1), ("num_blocks", 2),
             ("tokens_per_step", 1), ("lookahead", 0), ("grant_ahead", 0),
-            ("max_num_batched_tokens", self.max_num_seqs * self.tokens_per_step),
+            ("max_num_batched_tokens", self.max_num_seqs),
         ):
             if getattr(self, name) < least:
                 raise ValueError(f"{name}={getattr(self, name)}: must be at least {least}")

@@ -29,7 +29,7 @@ class Chunk:
 @dataclass(frozen=True, slots=True)
 class Lanes:
     """row, generation, query_len: int32 [L]; samples: bool [L]; key: int64 [L]; decode_row: a view of row,
-    [D]. length_bound: most KV positions of any lane after the first step of the set."""
+    [D]."""
 
     row: Array
     generation: Array
@@ -38,38 +38,43 @@ class Lanes:
     key: Array
     decode_row: Array
     chunks: tuple[Chunk, ...]
-    length_bound: int
 
     def __len__(self) -> int:
         return len(self.row)
 
 
-def make_lanes(columns: RowColumns, decode_row: Array, chunks: list[Chunk], tokens_per_step: int) -> Lanes:
-    """decode_row: [D]. Bounds are settled: those of decode rows before this step, those of chunks after
-    it."""
+def make_lanes(columns: RowColumns, decode_row: Array, chunks: list[Chunk]) -> Lanes:
+    """decode_row: [D]. Bounds are settled: those of chunks after the first step of the set."""
     decodes = len(decode_row)
     row = np.empty(decodes + len(chunks), np.int32)
     row[:decodes] = decode_row
-    query_len = np.full(len(row), tokens_per_step, np.int32)
+    query_len = np.ones(len(row), np.int32)
     samples = np.ones(len(row), np.bool_)
-    bound = int(columns.computed_bound[decode_row].max(initial=0)) + tokens_per_step if decodes else 0
     for lane, chunk in enumerate(chunks, decodes):
         row[lane], query_len[lane], samples[lane] = chunk.row, chunk.size, chunk.last
-        bound = max(bound, chunk.end)
     generation, key = columns.generation[row], columns.key[row]
-    return Lanes(row, generation, query_len, samples, key, row[:decodes], tuple(chunks), bound)
+    return Lanes(row, generation, query_len, samples, key, row[:decodes], tuple(chunks))
 
 
 NO_ROWS = empty_i32()
 NO_KEYS = np.empty(0, np.int64)
-EMPTY_LANES = Lanes(NO_ROWS, NO_ROWS, NO_ROWS, np.empty(0, np.bool_), NO_KEYS, NO_ROWS, (), 0)
+EMPTY_LANES = Lanes(NO_ROWS, NO_ROWS, NO_ROWS, np.empty(0, np.bool_), NO_KEYS, NO_ROWS, ())
 
 
-def blocks_short(columns: RowColumns, rows: Array, config: SchedulerConfig, ahead: int) -> Array:
-    """int32: blocks that each decode row lacks for its next step and `ahead` more, never past its max_len."""
+def length_bound(columns: RowColumns, lanes: Lanes, width: int) -> int:
+    """Most KV positions of any lane after the next step, in which decode lanes gain up to `width`. Bounds are
+    settled."""
+    bound = max((chunk.end for chunk in lanes.chunks), default=0)
+    if len(lanes.decode_row):
+        bound = max(bound, int(columns.computed_bound[lanes.decode_row].max()) + width)
+    return bound
+
+
+def blocks_short(columns: RowColumns, rows: Array, config: SchedulerConfig, width: int, ahead: int) -> Array:
+    """int32: blocks that each decode row lacks for a step of up to `width` tokens and `ahead` more, never
+    past its max_len."""
     max_len = columns.max_len[rows]
-    reach = config.tokens_per_step + config.lookahead
-    upto = np.minimum(columns.computed_bound[rows] + reach, max_len)
+    upto = np.minimum(columns.computed_bound[rows] + (width + config.lookahead), max_len)
     wanted = -(-upto // config.block_size)
     if ahead:
         wanted = np.minimum(wanted + ahead, -(-max_len // config.block_size))
@@ -77,12 +82,12 @@ def blocks_short(columns: RowColumns, rows: Array, config: SchedulerConfig, ahea
     return short
 
 
-def quiet_steps(columns: RowColumns, rows: Array, config: SchedulerConfig) -> int:
-    """For how many steps these decode rows need no block and none reaches its bound."""
+def quiet_tokens(columns: RowColumns, rows: Array, config: SchedulerConfig) -> tuple[int, int]:
+    """By how many tokens the bounds of these decode rows may move with the blocks there are, and by how many
+    until the first of them stands at its limit."""
     if not len(rows):
-        return 0
+        return 0, 0
     computed, max_len = columns.computed_bound[rows], columns.max_len[rows]
     room = columns.granted[rows] * config.block_size
     room = np.where(room < max_len, room - config.lookahead - computed, FOREVER)
-    left = int((max_len - 1 - computed).min())
-    return min(int(room.min()) // config.tokens_per_step, -(-left // config.tokens_per_step))
+    return int(room.min()), int((max_len - 1 - computed).min())

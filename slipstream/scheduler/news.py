@@ -60,7 +60,7 @@ class News:
 
     def outputs(
         self, keys: Array, counts: Array, tokens: Array, finish: Array, logprobs: TokenLogprobs | None,
-        stats: EngineStats,
+        stats: EngineStats, drafted: Array | None = None,
     ) -> EngineOutputs:
         """keys: int64 [n], the lanes with news; tokens: int32 [n, Q]. Takes everything collected."""
         columns = tokens.shape[1]
@@ -74,9 +74,10 @@ class News:
             counts = np.concatenate((counts, np.zeros(extra, np.int32)))
             finish = np.concatenate((finish, np.full(extra, Finish.ERROR, np.int32)))
             logprobs = _padded(logprobs, extra)
+            drafted = None if drafted is None else np.concatenate((drafted, np.zeros(extra, np.int32)))
         taken = EngineOutputs(
             keys, counts, flat, finish, logprobs, self._pieces, self._cached, self._errors, stats,
-            self._admitted,
+            self._admitted, drafted=drafted,
         )
         self._pieces, self._cached, self._errors, self._ended, self._admitted = [], [], [], [], []
         return taken

@@ -6,9 +6,9 @@ host bounds, the device holds the exact lengths, and a result of a row that chan
 
 from __future__ import annotations
 
-import dataclasses
 from collections import deque
 from collections.abc import Iterable
+from dataclasses import dataclass
 
 import numpy as np
 
@@ -17,6 +17,8 @@ from slipstream.contracts.request import EngineRequest
 from slipstream.contracts.step import Admission, Finish, StepPlan, StepResult
 from slipstream.scheduler.columns import DECODE, PREFILL, Array
 from slipstream.scheduler.config import SchedulerConfig
+from slipstream.scheduler.drafting import Drafting, NoDrafting, count_drafts
+from slipstream.scheduler.fitting import refusal, within_pool
 from slipstream.scheduler.lanes import (
     EMPTY_LANES,
     NO_KEYS,
@@ -24,8 +26,9 @@ from slipstream.scheduler.lanes import (
     Chunk,
     Lanes,
     blocks_short,
+    length_bound,
     make_lanes,
-    quiet_steps,
+    quiet_tokens,
 )
 from slipstream.scheduler.news import NO_TOKENS, News, pick_logprobs
 from slipstream.scheduler.queue import Entry, WaitingQueue
@@ -37,20 +40,24 @@ FINISH_NONE, FINISH_ERROR = int(Finish.NONE), int(Finish.ERROR)
 ROW_FAILED = "the logits of this request were not finite, or no token was left to choose"
 
 
-@dataclasses.dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True)
 class Flight:
-    """A step between schedule() and apply(). departures: as counted when it was planned."""
+    """A step between schedule() and apply(). departures: as counted when it was planned. drafts: that a lane
+    verifies at most."""
 
     step: int
     lanes: Lanes
     departures: int
+    drafts: int
 
 
 class Scheduler:
-    """One thread calls it. Requests are known by their keys, rows by (row, generation)."""
+    """One thread calls it. Requests are known by their keys, rows by (row, generation). drafting: chooses how
+    many drafts a step verifies; needed where config.tokens_per_step is over 1."""
 
-    def __init__(self, config: SchedulerConfig) -> None:
+    def __init__(self, config: SchedulerConfig, drafting: Drafting | None = None) -> None:
         self.config = config
+        self._drafting: Drafting = NoDrafting() if drafting is None else drafting
         self._rows = Tenancy(config)
         self._columns = self._rows.columns
         self._waiting = WaitingQueue()
@@ -61,13 +68,17 @@ class Scheduler:
         self._lanes = EMPTY_LANES
         self._in_lanes = np.zeros(config.max_num_seqs, np.bool_)
         self._stale = True  # the lane set must be made anew
-        self._quiet = 0  # steps for which the lane set needs neither a block nor a look
-        self._elapsed = 0  # steps planned since decode bounds were settled
+        # By how many tokens bounds may move before the lane set needs a block, and before it needs a look.
+        self._room = self._run = 0
+        self._elapsed = 0  # tokens that decode bounds have moved by since they were settled
+        self._drafts = 0  # of the last step planned
         self._length_bound = 0
         self._blocked = False  # the head of the queue does not fit until somebody leaves
         self._sequence = 0
         self._step = 0
-        self._counts = EngineStats(num_blocks=config.usable_blocks)
+        self._counts = EngineStats(
+            num_blocks=config.usable_blocks, accepted_per_position=(0,) * (config.tokens_per_step - 1)
+        )
 
     # Requests come and go.
 
@@ -77,8 +88,8 @@ class Scheduler:
         if request.key in self._entries:
             raise ValueError(f"key={request.key}: a live request has it")
         tokens = np.concatenate((request.prompt_token_ids, request.resumed_token_ids), dtype=np.int32)
-        request = self._within_pool(request)
-        if (text := self._refusal(request, len(tokens))) is not None:
+        request = within_pool(request, self.config)
+        if (text := refusal(request, len(tokens), self.config)) is not None:
             self._news.failed(request.key, text)
             return
         priority = request.priority if self.config.policy == "priority" else 0
@@ -87,27 +98,6 @@ class Scheduler:
         self._entries[request.key] = entry
         self._waiting.push(entry)
         self._blocked = False
-
-    def _within_pool(self, request: EngineRequest) -> EngineRequest:
-        """A request without max_tokens may use what there is: its length limit is then at most the pool."""
-        room = self.config.usable_blocks * self.config.block_size
-        if request.params.max_tokens is None and len(request.prompt_token_ids) < room < request.max_len:
-            return dataclasses.replace(request, max_len=room)
-        return request
-
-    def _refusal(self, request: EngineRequest, length: int) -> str | None:
-        """Why the request can never be served."""
-        config = self.config
-        if not 0 < length <= request.max_len <= config.max_model_len:
-            return (f"prompt={length} tokens: must be at least 1, at most max_len={request.max_len} and "
-                    f"max_model_len={config.max_model_len}")
-        open_ended = request.params.max_tokens is None
-        most = min(length + 1 + config.lookahead, request.max_len) if open_ended else request.max_len
-        needed = config.blocks_for(most)
-        if needed > config.usable_blocks:
-            return (f"prompt={length} tokens: needs {needed} KV blocks of {config.block_size} tokens to grow "
-                    f"to {most}, and {config.usable_blocks} exist")
-        return None
 
     def abort(self, keys: Iterable[int]) -> None:
         """End requests without a further output. Unknown and finished keys are ignored."""
@@ -145,28 +135,34 @@ class Scheduler:
     def schedule(self) -> StepPlan | None:
         """The next step; None where no row can compute now (results in flight may change that)."""
         grants, admissions, changed = NO_GRANTS, [], False
-        if self._stale or self._quiet == 0 or self._prefills or self._may_admit():
+        drafts = self._drafting.choose(len(self._lanes.decode_row))
+        if self._stale or self._run <= 0 or self._room <= drafts or self._prefills or self._may_admit():
             self._settle()
-            rows, grants, preempted = self._grant()
-            budget = self.config.max_num_batched_tokens - len(rows) * self.config.tokens_per_step
+            rows, grants, preempted, drafts = self._grant(drafts)
+            budget = self.config.max_num_batched_tokens - len(rows) * (1 + drafts)
             chunks = self._continue_prefills(budget)
             if not preempted:
                 budget -= sum(chunk.size for chunk in chunks)
                 admissions = self._admit(budget, chunks)
-            changed = self._set_lanes(rows, chunks)
+            changed = self._set_lanes(rows, chunks, drafts)
+        else:
+            self._length_bound += 1 + drafts
         lanes = self._lanes
         if not len(lanes):
             return None
+        decodes = len(lanes.decode_row)
         released = self._rows.take_released() if self._rows.released else NO_ROWS
         plan = StepPlan(
-            self._step, lanes.row, lanes.generation, lanes.query_len, lanes.samples, len(lanes.decode_row),
-            changed, self._length_bound, released, admissions, *grants,
+            self._step, lanes.row, lanes.generation, lanes.query_len, lanes.samples, decodes,
+            changed or drafts != self._drafts, self._length_bound, released, admissions, *grants,
+            draft_tokens=drafts, draft_room=decodes * drafts,
         )
-        self._flight.append(Flight(self._step, lanes, self._rows.departures))
+        self._flight.append(Flight(self._step, lanes, self._rows.departures, drafts))
         self._step += 1
-        self._quiet -= 1
-        self._elapsed += 1
-        self._length_bound += self.config.tokens_per_step
+        self._drafts = drafts
+        self._room -= 1 + drafts
+        self._run -= 1 + drafts
+        self._elapsed += 1 + drafts
         return plan
 
     def _may_admit(self) -> bool:
@@ -175,27 +171,42 @@ class Scheduler:
     def _settle(self) -> None:
         """Bring the bounds of decode rows up to the last step planned."""
         if self._elapsed:
-            tokens = self._elapsed * self.config.tokens_per_step
-            self._columns.computed_bound[self._lanes.decode_row] += tokens
+            self._columns.computed_bound[self._lanes.decode_row] += self._elapsed
             self._elapsed = 0
 
-    def _grant(self) -> tuple[Array, Grants, bool]:
-        """The decode rows of the next step, their new blocks, and whether somebody was preempted for them."""
+    def _grant(self, drafts: int) -> tuple[Array, Grants, bool, int]:
+        """The decode rows of the next step, their new blocks, whether somebody was preempted for them, and
+        the drafts that there is room for."""
         config, pool = self.config, self._rows.pool
         preempted = False
         rows = self._columns.decoding()
-        needed = blocks_short(self._columns, rows, config, 0)
+        drafts = self._affordable(drafts, len(rows))
+        needed = blocks_short(self._columns, rows, config, 1 + drafts, 0)
+        if drafts and int(needed.sum()) > pool.num_free:
+            # Nobody leaves for the sake of guesses.
+            drafts = 0
+            needed = blocks_short(self._columns, rows, config, 1, 0)
         while int(needed.sum()) > pool.num_free:
             self._preempt()
             preempted = True
             rows = self._columns.decoding()
-            needed = blocks_short(self._columns, rows, config, 0)
+            needed = blocks_short(self._columns, rows, config, 1, 0)
         if not needed.any():
-            return rows, NO_GRANTS, preempted
+            return rows, NO_GRANTS, preempted, drafts
         # All rows are topped up together, so that the steps between need no look at all.
-        wanted = blocks_short(self._columns, rows, config, config.grant_ahead)
+        wanted = blocks_short(self._columns, rows, config, 1 + drafts, config.grant_ahead)
         counts = wanted if 2 * int(wanted.sum()) <= pool.num_free else needed
-        return rows, self._rows.grant(rows, counts), preempted
+        return rows, self._rows.grant(rows, counts), preempted, drafts
+
+    def _affordable(self, drafts: int, decodes: int) -> int:
+        """So many drafts that the step's tokens hold them. Where prompts wait they get half of what is left
+        of it."""
+        if not drafts or not decodes:
+            return 0
+        spare = self.config.max_num_batched_tokens - decodes
+        if self._prefills or self._may_admit():
+            spare //= 2
+        return min(drafts, spare // decodes)
 
     def _preempt(self) -> None:
         """The last in order leaves its row as if finished, and waits again with what it has."""
@@ -254,24 +265,24 @@ class Scheduler:
             self._counts.prefix_query_tokens += len(entry.tokens)
             self._counts.prefix_hit_tokens += admission.num_cached
 
-    def _set_lanes(self, rows: Array, chunks: list[Chunk]) -> bool:
+    def _set_lanes(self, rows: Array, chunks: list[Chunk], drafts: int) -> bool:
         """Make the lane set of the next step, or keep the one there is; True where it changed."""
         changed = self._stale or bool(chunks) or len(rows) != len(self._lanes)
         if changed:
-            self._lanes = make_lanes(self._columns, rows, chunks, self.config.tokens_per_step)
+            self._lanes = make_lanes(self._columns, rows, chunks)
             self._in_lanes[:] = False
             self._in_lanes[self._lanes.row] = True
-            self._length_bound = self._lanes.length_bound
+        self._length_bound = length_bound(self._columns, self._lanes, 1 + drafts)
         # A set with chunks is good for one step.
         self._stale = bool(chunks)
-        self._quiet = 0 if chunks else quiet_steps(self._columns, rows, self.config)
+        self._room, self._run = quiet_tokens(self._columns, rows, self.config)
         return changed
 
     # Results.
 
-    def apply(self, result: StepResult) -> EngineOutputs:
-        """Take the result of the oldest step in flight: deliver tokens, end rows. Raises AssertionError for
-        any other step's."""
+    def apply(self, result: StepResult, seconds: float = 0.0) -> EngineOutputs:
+        """Take the result of the oldest step in flight: deliver tokens, end rows. seconds: that it took on
+        the device. Raises AssertionError for any other step's."""
         flight = self._flight.popleft()
         assert flight.step == result.step, f"result of step {result.step}, expected {flight.step}"
         lanes, all_owned = flight.lanes, flight.departures == self._rows.departures
@@ -282,8 +293,7 @@ class Scheduler:
             if self._columns.generation[piece.row] == piece.generation:
                 self._news.scored(self._rows.owner(piece.row), piece)
         counts, tokens, finish = result.num_tokens, result.tokens, result.finish
-        if self.config.tokens_per_step > 1:
-            self._tighten(lanes, counts, owned)
+        drafted = self._verified(flight, result, owned, seconds) if self.config.tokens_per_step > 1 else None
         picked: Array | None = None
         rows, keys = lanes.row, lanes.key
         if owned is not None or not counts.all():
@@ -291,24 +301,41 @@ class Scheduler:
             picked = np.flatnonzero(has_news if owned is None else has_news & owned)
             rows, keys = rows[picked], keys[picked]
             counts, tokens, finish = counts[picked], tokens[picked], finish[picked]
+            drafted = None if drafted is None else drafted[picked]
         self._columns.append(rows, counts, tokens)
         if finish.any():
             self._finish(rows, finish)
         self._counts.steps += 1
-        return self._news.outputs(keys, counts, tokens, finish, pick_logprobs(result, picked), self.stats())
+        scores = pick_logprobs(result, picked)
+        return self._news.outputs(keys, counts, tokens, finish, scores, self.stats(), drafted)
 
     def _note_computed(self, lanes: Lanes, owned: Array | None) -> None:
         for lane, chunk in enumerate(lanes.chunks, len(lanes.decode_row)):
             if owned is None or owned[lane]:
                 self._rows.computed(chunk.row, chunk.end)
 
-    def _tighten(self, lanes: Lanes, counts: Array, owned: Array | None) -> None:
+    def _verified(
+        self, flight: Flight, result: StepResult, owned: Array | None, seconds: float
+    ) -> Array | None:
+        """Learn from a step of an engine that drafts, and count what it verified: int32 [L], as it is."""
+        lanes, decodes = flight.lanes, len(flight.lanes.decode_row)
+        counts = result.num_tokens[:decodes]
+        live = counts > 0 if owned is None else (counts > 0) & owned[:decodes]
+        taken = counts[:0]
+        if flight.drafts:
+            self._tighten(lanes, 1 + flight.drafts, counts, owned)
+        if flight.drafts and result.drafted is not None:
+            drafted = result.drafted[:decodes]
+            taken = count_drafts(self._columns, self._counts, lanes.decode_row, counts, drafted, live)
+        self._drafting.learn(decodes, flight.drafts, taken, 0.0 if lanes.chunks else seconds)
+        return result.drafted if flight.drafts else None
+
+    def _tighten(self, lanes: Lanes, width: int, counts: Array, owned: Array | None) -> None:
         """Bounds assumed every draft to be taken; give back those that were not. A row whose bound stood at
         its limit may run again."""
-        decodes = len(lanes.decode_row)
-        unused = self.config.tokens_per_step - counts[:decodes]
+        unused = width - counts
         if owned is not None:
-            unused = unused * owned[:decodes]
+            unused = unused * owned[: len(counts)]
         if unused.any():
             self._columns.computed_bound[lanes.decode_row] -= unused
             self._stale |= int((self._columns.phase == DECODE).sum()) > len(self._lanes)
@@ -350,7 +377,7 @@ class Scheduler:
             self.num_running, self.num_waiting, self._rows.pool.num_free, counts.num_blocks, counts.steps,
             len(self._flight), counts.preemptions, counts.prefix_hit_tokens, counts.prefix_query_tokens,
             drafts=counts.drafts, draft_tokens=counts.draft_tokens, accepted_tokens=counts.accepted_tokens,
-            accepted_per_position=counts.accepted_per_position,
+            accepted_per_position=counts.accepted_per_position, draft_limit=self._drafts,
         )
 
     def look(self, steps: Array) -> EngineOutputs:

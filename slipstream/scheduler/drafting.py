@@ -1,0 +1,170 @@
+"""How many drafts the next step verifies: a policy that learns from results some steps late and never waits.
+
+A step of n decode lanes that verifies up to d drafts of each takes t(n, d) seconds and gives every lane
+1 + a_1 + .. + a_d tokens, where a_i is the share of lanes whose i-th draft was taken. Both are measured as
+results come in; the d of the most tokens a second is used. Now and then a few steps try another d, so that
+figures stay true; the longer nothing changes, the rarer that is.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Protocol
+
+import numpy as np
+
+from slipstream.contracts.outputs import EngineStats
+from slipstream.scheduler.columns import Array, RowColumns
+
+# Most drafts of a lane, of which 1 + each is a shape of the runner's.
+LIMITS = (0, 1, 2, 4, 8, 16)
+REVIEW_STEPS = 16
+PROBE_STEPS = 6  # the first of them run beside steps of the old limit
+FIRST_PROBE, LAST_PROBE = 64, 2048  # steps between probes
+BETTER = 1.02  # a limit must promise this much more than the one in use
+KEEP = 1 - 1 / 256  # of what is known of acceptance, a step
+FRESH = 0.15  # weight of the newest time
+OUTLIER = 2.0  # times the mean count no more than that
+
+
+class Drafting(Protocol):
+    """limit: as last chosen, for who looks."""
+
+    limit: int
+
+    def choose(self, lanes: int) -> int:
+        """Drafts that each of so many decode lanes verifies at most in the next step."""
+        ...
+
+    def learn(self, lanes: int, limit: int, taken: Array, seconds: float) -> None:
+        """A step's result. lanes: decode lanes planned; taken: int32 [n], drafts taken by each that lived;
+        seconds on the device, 0 where they say nothing of decoding."""
+        ...
+
+
+class NoDrafting:
+    """One token a row and step."""
+
+    limit = 0
+
+    def choose(self, lanes: int) -> int:
+        return 0
+
+    def learn(self, lanes: int, limit: int, taken: Array, seconds: float) -> None:
+        """There is nothing to choose."""
+
+
+class FixedDrafting(NoDrafting):
+    """Always as many, whatever comes of them."""
+
+    def __init__(self, limit: int) -> None:
+        self.limit = limit
+
+    def choose(self, lanes: int) -> int:
+        return self.limit
+
+
+@dataclass(slots=True)
+class Group:
+    """Steps of alike many lanes. seconds: mean time by limit, of those that were tried; patience: steps until
+    the next probe."""
+
+    seconds: dict[int, float] = field(default_factory=dict)
+    limit: int = 0
+    patience: int = FIRST_PROBE
+    since: int = 0
+    turn: int = 0
+
+    def times(self, most: int) -> Array:
+        """float64 [most + 1]: mean seconds by limit, on straight lines between those that were tried."""
+        tried = sorted(self.seconds)
+        times: Array = np.interp(np.arange(most + 1), tried, [self.seconds[limit] for limit in tried])
+        return times
+
+
+class DraftPolicy:
+    """most: drafts of a row at most. max_tokens: of a step that verifies drafts."""
+
+    def __init__(self, most: int, max_tokens: int) -> None:
+        self.limit = most
+        self._limits = (*(limit for limit in LIMITS if limit < most), most)
+        self._max_tokens = max_tokens
+        # A prior of one lane that took half of its drafts, so that drafting begins.
+        self._seen, self._taken = np.ones(most), 0.5 ** np.arange(1, most + 1)
+        self._groups: dict[int, Group] = {}
+        self._current = -1
+        self._left = 0
+
+    def choose(self, lanes: int) -> int:
+        self._left -= 1
+        if self._left < 0 or lanes.bit_length() != self._current:
+            self._review(lanes)
+        return self.limit
+
+    def _review(self, lanes: int) -> None:
+        self._current = lanes.bit_length()
+        group = self._groups.setdefault(self._current, Group())
+        # The group's largest step must fit, so that all of it has the same choices.
+        most = self._max_tokens // max((1 << self._current) - 1, 1) - 1
+        limits = [limit for limit in self._limits if limit <= most] or [0]
+        untried = [limit for limit in (limits[-1], 0) if limit not in group.seconds]
+        self._left = PROBE_STEPS
+        if untried:
+            self.limit = untried[0]
+            return
+        speeds = self.tokens() / group.times(self._limits[-1])
+        best = max(limits, key=lambda limit: float(speeds[limit]))
+        if group.limit not in limits or speeds[best] > BETTER * speeds[group.limit]:
+            group.limit, group.patience = best, FIRST_PROBE
+        group.since += REVIEW_STEPS
+        self.limit = group.limit
+        if group.since >= group.patience and len(limits) > 1:
+            group.since, group.patience = 0, min(2 * group.patience, LAST_PROBE)
+            self.limit = self._probe(group, limits)
+            return
+        self._left = REVIEW_STEPS
+
+    @staticmethod
+    def _probe(group: Group, limits: list[int]) -> int:
+        """The next larger limit, none, and the next smaller, in turn."""
+        place = limits.index(group.limit)
+        others = [limits[min(place + 1, len(limits) - 1)], 0, limits[max(place - 1, 0)]]
+        others = [limit for limit in others if limit != group.limit]
+        group.turn += 1
+        return others[group.turn % len(others)]
+
+    def tokens(self) -> Array:
+        """float64 [K + 1]: expected tokens of a lane's step, by limit."""
+        rates = np.minimum.accumulate(self._taken / self._seen)
+        return 1.0 + np.concatenate(([0.0], np.cumsum(rates)))
+
+    def learn(self, lanes: int, limit: int, taken: Array, seconds: float) -> None:
+        if limit and len(taken):
+            self._seen[:limit] = KEEP * self._seen[:limit] + len(taken)
+            reached = np.bincount(np.minimum(taken, limit), minlength=limit + 1)[::-1].cumsum()[::-1]
+            self._taken[:limit] = KEEP * self._taken[:limit] + reached[1:]
+        if seconds > 0.0:
+            known = self._groups.setdefault(lanes.bit_length(), Group()).seconds
+            mean = known.get(limit, seconds)
+            known[limit] = mean + FRESH * (min(seconds, OUTLIER * mean) - mean)
+
+
+def count_drafts(
+    columns: RowColumns, stats: EngineStats, rows: Array, counts: Array, drafted: Array, live: Array
+) -> Array:
+    """Enter a step's drafts into rows and stats. All [n], over decode lanes; live: bool, lanes that delivered
+    to the owner they were planned for. Returns int32, drafts taken by each lane that lived."""
+    taken: Array = np.maximum(counts - 1, 0) * live
+    drafted = drafted * live
+    columns.drafted[rows] += drafted
+    columns.accepted[rows] += taken
+    stats.drafts += int(np.count_nonzero(drafted))
+    stats.draft_tokens += int(drafted.sum())
+    stats.accepted_tokens += int(taken.sum())
+    most = len(stats.accepted_per_position)
+    reached = np.bincount(taken, minlength=most + 1)[::-1].cumsum()[::-1][1:]
+    stats.accepted_per_position = tuple(
+        before + more for before, more in zip(stats.accepted_per_position, reached.tolist(), strict=True)
+    )
+    alive: Array = taken[live]
+    return alive
