@@ -18,6 +18,8 @@ METHODS: tuple[Method, ...] = (
 )  # fmt: skip
 # Methods whose `model` is a folder of weights.
 WITH_WEIGHTS = ("draft_model", "eagle", "eagle3", "medusa", "mlp_speculator")
+# Methods without attention layers of their own. A custom class may have some.
+WITHOUT_KV = ("ngram", "suffix", "medusa", "mlp_speculator")
 # vLLM's names of what is one thing here: our n-gram runs on the device anyway.
 ALIASES = {"ngram_gpu": "ngram"}
 MAX_SPECULATIVE_TOKENS = 16
@@ -51,6 +53,11 @@ class SpeculativeConfig:
     suffix_decoding_min_token_prob: float = 0.1
     rejection_sample_method: Literal["strict", "synthetic"] = "strict"
     acceptance: tuple[float, ...] = ()
+
+    @property
+    def lookahead(self) -> int:
+        """KV positions past those of a step that the drafter may write: see DraftStep.num_drafts."""
+        return 0 if self.method in WITHOUT_KV else 1 + self.num_speculative_tokens
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

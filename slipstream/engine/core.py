@@ -23,8 +23,12 @@ from slipstream.engine.step_log import Launch, StepLog
 from slipstream.observe.trace import NoTracer, Tracer
 from slipstream.runner.memory import MemoryPlan
 from slipstream.scheduler import Scheduler, SchedulerConfig
+from slipstream.scheduler.drafting import DraftPolicy
 
 log = logging.getLogger("slipstream.engine")
+
+# Most tokens of a step of decode lanes that verifies drafts: runner/shapes.py has no larger ones.
+DRAFT_STEP_TOKENS = 1024
 
 
 class EngineCore:
@@ -36,17 +40,7 @@ class EngineCore:
         self._runner = built.runner
         self.memory = built.memory
         num_blocks = built.memory.num_blocks
-        self.scheduler = Scheduler(
-            SchedulerConfig(
-                max_num_seqs=plan.max_num_seqs,
-                max_num_batched_tokens=plan.max_num_batched_tokens,
-                max_model_len=plan.max_model_len,
-                block_size=plan.block_size,
-                num_blocks=num_blocks,
-                policy=plan.args.scheduling_policy,
-                enable_prefix_caching=plan.args.enable_prefix_caching,
-            )
-        )
+        self.scheduler = _make_scheduler(plan, num_blocks)
         choices = dict(plan.choices)
         choices["linear"] = Choice(value=built.linear_name, reason=built.linear_reason, flag="--dtype")
         choices["kv_cache"] = _as_built(choices["kv_cache"], built.memory)
@@ -90,7 +84,7 @@ class EngineCore:
         handle, launch = self._flight.popleft()
         result = handle.wait()
         begin = time.perf_counter()
-        outputs = self.scheduler.apply(result)
+        outputs = self.scheduler.apply(result, self._log.duration(handle.event))
         end = time.perf_counter()
         outputs.stats.steps_in_flight = len(self._flight)
         started = self._log.add(launch, handle.event, begin, end)
@@ -125,7 +119,7 @@ class EngineCore:
         end = time.perf_counter()
         lanes = len(plan.lane_row)
         if plan.lanes_changed:
-            self._planned_tokens = int(plan.lane_query_len.sum())
+            self._planned_tokens = int(plan.lane_query_len.sum()) + plan.draft_room
         launch = Launch(plan.step, lanes, self._planned_tokens, begin, middle, end, starved)
         self._flight.append((handle, launch))
         facts = {"step": plan.step, "lanes": lanes, "changed": plan.lanes_changed}
@@ -139,6 +133,28 @@ class EngineCore:
             self._flight.popleft()[0].wait()
         self._runner.close()
         self._tracer.close()
+
+
+def _make_scheduler(plan: EnginePlan, num_blocks: int) -> Scheduler:
+    drafts, lookahead, drafting, ahead = 0, 0, None, 1
+    if plan.speculation is not None:
+        drafts, lookahead = plan.speculation.num_speculative_tokens, plan.speculation.lookahead
+        drafting = DraftPolicy(drafts, max(DRAFT_STEP_TOKENS, plan.max_num_seqs))
+        # Bounds run ahead by all drafts of the steps in flight.
+        ahead += -(-(1 + drafts) * plan.steps_in_flight // plan.block_size)
+    config = SchedulerConfig(
+        max_num_seqs=plan.max_num_seqs,
+        max_num_batched_tokens=plan.max_num_batched_tokens,
+        max_model_len=plan.max_model_len,
+        block_size=plan.block_size,
+        num_blocks=num_blocks,
+        policy=plan.args.scheduling_policy,
+        enable_prefix_caching=plan.args.enable_prefix_caching,
+        tokens_per_step=1 + drafts,
+        lookahead=lookahead,
+        grant_ahead=ahead,
+    )
+    return Scheduler(config, drafting)
 
 
 def _as_built(planned: Choice, memory: MemoryPlan) -> Choice:

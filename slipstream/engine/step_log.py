@@ -43,6 +43,10 @@ class StepLog:
         """There is no work: until the next step the device idles for want of requests, not of the host."""
         self._rested = True
 
+    def duration(self, event: DeviceTime) -> float:
+        """Seconds that the next step to be added took on the device."""
+        return event.end - max(event.begin, self._device_end)
+
     def add(self, launch: Launch, event: DeviceTime, apply_begin: float, apply_end: float) -> float:
         """A step whose result was applied. Returns when the device began it."""
         end = event.end

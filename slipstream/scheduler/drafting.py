@@ -19,7 +19,7 @@ from slipstream.scheduler.columns import Array, RowColumns
 # Most drafts of a lane, of which 1 + each is a shape of the runner's.
 LIMITS = (0, 1, 2, 4, 8, 16)
 REVIEW_STEPS = 16
-PROBE_STEPS = 6  # the first of them run beside steps of the old limit
+PROBE_STEPS = 6
 FIRST_PROBE, LAST_PROBE = 64, 2048  # steps between probes
 BETTER = 1.02  # a limit must promise this much more than the one in use
 KEEP = 1 - 1 / 256  # of what is known of acceptance, a step
@@ -94,6 +94,7 @@ class DraftPolicy:
         self._groups: dict[int, Group] = {}
         self._current = -1
         self._left = 0
+        self._before = 0  # limit of the last step learnt from
 
     def choose(self, lanes: int) -> int:
         self._left -= 1
@@ -139,6 +140,9 @@ class DraftPolicy:
         return 1.0 + np.concatenate(([0.0], np.cumsum(rates)))
 
     def learn(self, lanes: int, limit: int, taken: Array, seconds: float) -> None:
+        rises, self._before = limit > self._before, limit
+        if rises:
+            return  # the step before it made no more drafts than it could use itself
         if limit and len(taken):
             self._seen[:limit] = KEEP * self._seen[:limit] + len(taken)
             reached = np.bincount(np.minimum(taken, limit), minlength=limit + 1)[::-1].cumsum()[::-1]

@@ -1,0 +1,109 @@
+"""How many drafts a step verifies, against devices whose acceptance and step times are known: the best limit
+of each is worked out from its own numbers."""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable
+
+import numpy as np
+import pytest
+
+from slipstream.scheduler.drafting import LAST_PROBE, DraftPolicy
+
+LAG = 2  # steps in flight
+
+
+class Device:
+    """Takes draft i, where all before it were, with chance[i]; a step of `limit` drafts lasts seconds(limit).
+    Drafts for a step are made by the one before it, no more than that one verified."""
+
+    def __init__(self, lanes: int, chance: list[float], seconds: Callable[[int], float]) -> None:
+        self.lanes, self.chance, self.seconds = lanes, np.array(chance), seconds
+        self.policy = DraftPolicy(len(chance), max(1024, lanes))
+        self.random = np.random.default_rng(0)
+        self.late: deque[tuple[int, int]] = deque()
+        self.before = 0
+        self.limits: list[int] = []
+        self.tokens = self.time = 0.0
+
+    def run(self, steps: int) -> None:
+        for _ in range(steps):
+            limit = self.policy.choose(self.lanes)
+            self.late.append((limit, min(limit, self.before)))
+            self.limits.append(limit)
+            self.before = limit
+            if len(self.late) > LAG:
+                self._apply(*self.late.popleft())
+
+    def _apply(self, limit: int, made: int) -> None:
+        agrees = self.random.random((self.lanes, made)) < self.chance[:made]
+        taken = np.cumprod(agrees, 1).sum(1).astype(np.int32)
+        seconds = self.seconds(limit) * self.random.uniform(0.95, 1.05)
+        self.tokens += self.lanes + int(taken.sum())
+        self.time += seconds
+        self.policy.learn(self.lanes, limit, taken, seconds)
+
+    def best(self) -> tuple[int, float]:
+        """The limit of the most tokens a second, and those."""
+        gained = np.cumsum(np.cumprod(self.chance))
+        speeds = {0: self.lanes / self.seconds(0)}
+        for limit in (1, 2, 4, 8, 16):
+            if limit <= len(self.chance):
+                speeds[limit] = self.lanes * (1 + gained[limit - 1]) / self.seconds(limit)
+        return max(speeds.items(), key=lambda item: item[1])
+
+    def share(self) -> float:
+        """Tokens a second of a late stretch, as a share of the best."""
+        self.tokens = self.time = 0.0
+        self.run(4000)
+        return self.tokens / self.time / self.best()[1]
+
+
+def linear(first: float, each: float) -> Callable[[int], float]:
+    return lambda limit: first + each * limit
+
+
+@pytest.mark.parametrize(
+    ("lanes", "chance", "seconds"),
+    [
+        (1, [0.8] * 8, linear(1e-3, 1e-6)),  # drafts cost nothing: all of them
+        (64, [0.7] * 8, linear(1e-3, 2e-4)),
+        (64, [0.5] * 8, linear(1e-3, 3e-4)),
+        (256, [0.3] * 3, linear(2e-3, 1e-3)),  # a loaded device: none pays
+        (8, [0.05] * 8, linear(1e-3, 1e-4)),  # a drafter that is mostly wrong
+        (2, [0.95] * 16, linear(1e-3, 5e-5)),
+    ],
+)
+def test_it_comes_within_three_percent_of_the_best_limit(
+    lanes: int, chance: list[float], seconds: Callable[[int], float]
+) -> None:
+    device = Device(lanes, chance, seconds)
+    device.run(2500)
+    assert device.share() > 0.97, (device.best(), device.limits[-400:])
+
+
+def test_where_drafting_never_pays_the_loss_is_small_from_early_on() -> None:
+    device = Device(64, [0.02] * 4, linear(1e-3, 5e-4))
+    device.run(300)
+    assert device.share() > 0.98
+
+
+def test_it_follows_a_change_of_acceptance_and_of_load() -> None:
+    device = Device(16, [0.01] * 8, linear(1e-3, 5e-5))
+    device.run(1500)
+    assert device.policy.limit == 0 or device.limits[-100:].count(0) > 80
+    device.chance = np.array([0.9] * 8)  # the texts begin to repeat themselves
+    device.run(LAST_PROBE + 1500)
+    assert device.share() > 0.95
+    device.lanes, device.seconds = 200, linear(2e-3, 4e-3)  # many more requests
+    device.run(2500)
+    assert device.share() > 0.97
+
+
+def test_a_step_never_has_more_tokens_than_there_are_shapes_for() -> None:
+    for lanes in (1, 3, 60, 100, 255, 256, 1000):
+        policy = DraftPolicy(16, 1024)
+        limit = policy.choose(lanes)
+        assert limit == 0 or lanes * (1 + limit) <= 1024
+    assert DraftPolicy(16, 1024).choose(31) == 16
