@@ -25,8 +25,8 @@ KEPT = "kept alive, all of them at once"
 @dataclass(slots=True, kw_only=True)
 class Run:
     """One batch, all requests given at once. Milliseconds are medians over its requests: tpot_ms a token
-    after the first (None where no request has two), ttft_ms to the first one. acceptance: share of drafted
-    tokens that were right; None without drafts. order: which run of the comparison this was, from 0."""
+    after the first (None where no request has two), ttft_ms to the first one. acceptance: share of verified
+    drafts that were taken; None without drafts. order: which run of the comparison this was, from 0."""
 
     repeat: int
     order: int
@@ -93,10 +93,12 @@ def measure(llm: LLM, prompts: list[Any], params: list[SamplingParams], repeat: 
     outputs = llm.generate(prompts, params, use_tqdm=False)
     seconds = time.perf_counter() - begin
     tokens, first, later = count_outputs(outputs), [], []
+    drafted = accepted = 0
     for output in outputs:
         times = output.metrics
         assert times is not None and times.first_token_time is not None and times.finished_time is not None
         first.append(times.first_token_time - times.arrival_time)
+        drafted, accepted = drafted + times.draft_tokens, accepted + times.accepted_tokens
         if (after := len(output.outputs[0].token_ids) - 1) > 0:
             later.append((times.finished_time - times.first_token_time) / after)
     return Run(
@@ -107,6 +109,7 @@ def measure(llm: LLM, prompts: list[Any], params: list[SamplingParams], repeat: 
         tokens_per_second=tokens / seconds,
         tpot_ms=1e3 * median(later) if later else None,
         ttft_ms=1e3 * median(first),
+        acceptance=accepted / drafted if drafted else None,
     )
 
 

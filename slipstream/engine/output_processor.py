@@ -36,6 +36,7 @@ class SampleStore:
         self._key_of = np.zeros(0, np.int64)
         self._row_of = np.zeros(0, np.int32)
         self.watched = np.zeros(0, np.bool_)  # by slot
+        self._drafts = np.zeros((2, 0), np.int64)  # verified and taken, by slot
         self._free_rows: list[int] = []
         self._length = np.zeros(1, np.int32)
         self._tokens = np.zeros((1, 64), np.int32)
@@ -54,6 +55,7 @@ class SampleStore:
         self._key_of[slot] = sample.key
         self._row_of[slot] = _NOWHERE if sample.watched else -1
         self.watched[slot] = sample.watched
+        self._drafts[:, slot] = 0
 
     def _add_slots(self, count: int) -> None:
         first = len(self._samples)
@@ -63,6 +65,7 @@ class SampleStore:
         self._key_of = np.concatenate((self._key_of, np.full(count, -1, np.int64)))
         self._row_of = np.concatenate((self._row_of, np.full(count, _NOWHERE, np.int32)))
         self.watched = np.concatenate((self.watched, np.zeros(count, np.bool_)))
+        self._drafts = np.concatenate((self._drafts, np.zeros((2, count), np.int64)), 1)
 
     def find(self, key: int) -> Sample | None:
         slot = key & _SLOT_MASK
@@ -104,6 +107,16 @@ class SampleStore:
         self._length[rows] = end
         self._length[_NOWHERE] = 0
         return slots, live
+
+    def count_drafts(self, slots: Array, drafted: Array, counts: Array) -> None:
+        """Drafts that a step verified for live samples; each of them has one token that was no draft."""
+        self._drafts[0, slots] += drafted
+        self._drafts[1, slots] += np.maximum(counts - 1, 0)
+
+    def drafts(self, sample: Sample) -> tuple[int, int]:
+        """Tokens drafted for it and tokens taken so far."""
+        verified, taken = self._drafts[:, sample.key & _SLOT_MASK].tolist()
+        return verified, taken
 
     def _new_row(self, slot: int) -> int:
         if not self._free_rows:
@@ -193,6 +206,8 @@ class OutputProcessor:
             if (sample := self._store.find(key)) is not None:
                 sample.request.error = error
         slots, live = self._store.append(outputs.keys, outputs.num_tokens, outputs.tokens)
+        if outputs.drafted is not None:
+            self._store.count_drafts(slots[live], outputs.drafted[live], outputs.num_tokens[live])
         noted = np.flatnonzero(live & (self._store.watched[slots] | (outputs.finish != 0)))
         return self._advance(outputs, slots, noted) if len(noted) else ([], [])
 
@@ -229,6 +244,9 @@ class OutputProcessor:
         self._ended(sample)
 
     def _ended(self, sample: Sample) -> None:
+        verified, taken = self._store.drafts(sample)
+        sample.request.metrics.draft_tokens += verified
+        sample.request.metrics.accepted_tokens += taken
         self._store.close(sample)
         sample.request.note_end()
 

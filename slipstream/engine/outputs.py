@@ -42,12 +42,15 @@ class CompletionOutput:
 
 @dataclass(slots=True)
 class RequestMetrics:
-    """time.monotonic() seconds, in the front end. None: not yet."""
+    """time.monotonic() seconds, in the front end. None: not yet. draft_tokens, accepted_tokens: verified for
+    the request and taken, over its samples that have ended."""
 
     arrival_time: float
     scheduled_time: float | None = None
     first_token_time: float | None = None
     finished_time: float | None = None
+    draft_tokens: int = 0
+    accepted_tokens: int = 0
 
 
 @dataclass(slots=True)

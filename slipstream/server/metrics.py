@@ -152,6 +152,7 @@ _GAUGES = (
     ("slipstream:rows", "Rows of the table", "num_rows"),
     ("slipstream:rows_in_use", "Rows that a request owns", "num_running"),
     ("slipstream:steps_in_flight", "Steps submitted whose result was not read yet", "steps_in_flight"),
+    ("slipstream:draft_limit", "Drafts of a row that a step verifies at most, as now chosen", "draft_limit"),
     ("slipstream:kv_blocks_total", "KV blocks of the pool", "num_blocks"),
     ("slipstream:kv_blocks_free", "KV blocks that nobody uses", "free_blocks"),
 )

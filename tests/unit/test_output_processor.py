@@ -363,3 +363,25 @@ def test_times_of_a_request_are_in_order(front):
         front.step((key_of(state), ids_of("b"), Finish.LENGTH))
         times = state.take().metrics
         assert times.arrival_time <= times.first_token_time < times.finished_time
+
+
+def test_a_requests_drafts_are_counted_to_its_end_whoever_ends_it(front: Front) -> None:
+    def drafted(*counts: int) -> np.ndarray:
+        return np.array(counts, np.int32)
+
+    watched, quiet = front.open(stop=["AB"]), front.open(output_kind=FINAL_ONLY)
+    keys = key_of(watched), key_of(quiet)
+    tokens = ids_of("xABy")
+    # Three drafts of four are taken; the stop string ends within them. The other takes none of two.
+    _, stopped = front.step(
+        (keys[0], tokens, Finish.NONE), (keys[1], tokens[:1], Finish.NONE), drafted=drafted(4, 2)
+    )
+    assert stopped == [keys[0]]
+    front.step((keys[0], tokens, Finish.NONE), (keys[1], tokens[:2], Finish.LENGTH), drafted=drafted(4, 1))
+    output = watched.take()
+    assert output is not None and output.outputs[0].token_ids == tokens[:3]
+    assert (watched.metrics.draft_tokens, watched.metrics.accepted_tokens) == (4, 3)
+    assert (quiet.metrics.draft_tokens, quiet.metrics.accepted_tokens) == (3, 1)
+    again = front.open(output_kind=FINAL_ONLY)  # in a slot that was used
+    front.step((key_of(again), tokens, Finish.LENGTH))
+    assert (again.metrics.draft_tokens, again.metrics.accepted_tokens) == (0, 0)
