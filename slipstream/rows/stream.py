@@ -1,15 +1,16 @@
 """The compute stream: work runs in the order it was submitted; nobody waits but the one who reads a result.
 
-On a CPU the stream is a worker thread, so that the host really plans the next step while this one runs.
+On a CPU a worker thread executes, so that the host really plans the next step while this one runs.
 """
 
 from __future__ import annotations
 
+import os
 import threading
 import time
 from collections.abc import Callable
 from queue import SimpleQueue
-from typing import Any, Protocol
+from typing import Any, ClassVar, Protocol
 
 import torch
 
@@ -80,27 +81,18 @@ class CpuEvent:
         return not self._done.locked()
 
 
-class CpuStream:
-    """One worker thread that executes in order, under inference mode."""
+class _Worker:
+    """A thread that executes in order, under inference mode. It goes with the process."""
 
     def __init__(self) -> None:
-        self._queue: SimpleQueue[tuple[Callable[[], Any], CpuEvent] | None] = SimpleQueue()
-        self._thread = threading.Thread(target=self._run, name="slipstream-device", daemon=True)
-        self._thread.start()
-
-    def submit(self, work: Callable[[], Any]) -> CpuEvent:
-        event = CpuEvent()
-        self._queue.put((work, event))
-        return event
-
-    def close(self) -> None:
-        self._queue.put(None)
-        self._thread.join()
+        self.queue: SimpleQueue[tuple[Callable[[], Any], CpuEvent]] = SimpleQueue()
+        self.process = os.getpid()
+        threading.Thread(target=self._run, name="slipstream-device", daemon=True).start()
 
     @torch.inference_mode()
     def _run(self) -> None:
-        while (item := self._queue.get()) is not None:
-            work, event = item
+        while True:
+            work, event = self.queue.get()
             begin = time.perf_counter()
             try:
                 value = work()
@@ -108,7 +100,38 @@ class CpuStream:
                 value = error
             event.finish(value, begin)
             # Dropped before the next wait: a parked worker must not keep a step's tensors alive.
-            del item, work, event, value
+            del work, event, value
+
+
+class CpuStream:
+    """Work for the one thread that computes in this process, in order.
+
+    Torch keeps a team of OpenMP threads for every thread that computes. Two teams outnumber the cores, and
+    then all of them sleep where they would spin: products take twice as long. So engines share a thread.
+    """
+
+    _worker: ClassVar[_Worker | None] = None
+    _making = threading.Lock()
+
+    def __init__(self) -> None:
+        with self._making:
+            worker = CpuStream._worker
+            if worker is None or worker.process != os.getpid():  # threads do not survive a fork
+                worker = CpuStream._worker = _Worker()
+        self._queue = worker.queue
+
+    def submit(self, work: Callable[[], Any]) -> CpuEvent:
+        event = CpuEvent()
+        self._queue.put((work, event))
+        return event
+
+    def close(self) -> None:
+        """Waits for what was submitted."""
+        self.submit(_nothing).wait()
+
+
+def _nothing() -> None:
+    """The end of a queue."""
 
 
 class CudaEvent:

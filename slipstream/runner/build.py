@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import functools
 import logging
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import cast
 
@@ -24,6 +24,8 @@ from slipstream.rows.doors import OutDoor
 from slipstream.rows.stream import CpuStream, CudaStream, Stream
 from slipstream.rows.table import RowTable
 from slipstream.runner.bucket_tick import BucketTick
+from slipstream.runner.draft_tick import EagerDraftTick
+from slipstream.runner.drafting import Drafting
 from slipstream.runner.lanes import LOGPROBS
 from slipstream.runner.memory import MemoryPlan
 from slipstream.runner.memory_eager import plan_eager_memory
@@ -32,11 +34,18 @@ from slipstream.runner.shapes import Shapes
 from slipstream.runner.tick import EagerTick, Tick
 from slipstream.runner.warmup import Compiling, warm_up
 from slipstream.sampling.pipeline import Pipeline, default_features
+from slipstream.speculation.protocol import Drafter
 
 log = logging.getLogger("slipstream.runner")
 
 # Top logprobs that graphs compute; requests that ask for more get eager steps.
 GRAPH_LOGPROBS = 20
+
+DrafterOf = Callable[[EnginePlan, Model, torch.device], Drafter | None]
+
+
+def no_drafter(plan: EnginePlan, model: Model, device: torch.device) -> None:
+    """Every step gives one token a row."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -59,6 +68,22 @@ class Parts:
     pipeline: Pipeline
     table: RowTable
     records: OutDoor
+    drafter: Drafter | None
+
+    @property
+    def num_bytes(self) -> int:
+        """Weights, and what a drafter keeps."""
+        return self.model.num_bytes + (0 if self.drafter is None else self.drafter.num_bytes)
+
+    def attention(self) -> AttentionBackend:
+        """The KV pool is not there yet."""
+        more = () if self.drafter is None else self.drafter.layers
+        return make_attention(self.plan, self.model, self.device, more)
+
+    def drafting(self, attention: AttentionBackend) -> Drafting | None:
+        if self.drafter is None or self.plan.speculation is None:
+            return None
+        return Drafting(self.table, self.drafter, attention, self.plan.speculation.acceptance)
 
     def runner(self, tick: Tick, stream: Stream) -> ModelRunner:
         return ModelRunner(
@@ -74,19 +99,17 @@ class Parts:
         return BuiltRunner(runner, memory, self.model.linear_name, self.model.linear_reason)
 
 
-def build_runner(plan: EnginePlan) -> BuiltRunner:
+def build_runner(plan: EnginePlan, drafter_of: DrafterOf = no_drafter) -> BuiltRunner:
     """Load, profile, size, allocate. Raises ValueError where the plan cannot be honoured."""
     device = torch.device(plan.device)
     stream: Stream = CudaStream(device) if device.type == "cuda" else CpuStream()
-    bucketed = plan.attention_backend == "triton"
+    bucketed = plan.attention_backend != "torch"
     # What torch.compile makes may not run on the unwritten memory of a listing.
     compiling = Compiling(device, plan.compile_mode == "none") if bucketed else None
     try:
-        # Torch keeps a team of OpenMP threads for every thread that computes, be it a fill with zeros. Two
-        # teams outnumber the cores, and then their waits sleep instead of spinning: steps took 1.8 times as
-        # long. So all that computes runs on the stream's thread, from the first weight on.
-        parts = cast(Parts, stream.submit(functools.partial(make_parts, plan, device)).wait())
-        log.info("weights are loaded: %.0f MiB", parts.model.num_bytes / 2**20)
+        # All that computes runs on the stream's thread, from the first weight on: see CpuStream.
+        parts = cast(Parts, stream.submit(functools.partial(make_parts, plan, device, drafter_of)).wait())
+        log.info("weights are loaded: %.0f MiB", parts.num_bytes / 2**20)
         return _build_eager(parts, stream) if compiling is None else _build_bucketed(parts, stream, compiling)
     except Exception:
         if compiling is not None:
@@ -96,9 +119,11 @@ def build_runner(plan: EnginePlan) -> BuiltRunner:
 
 
 @torch.inference_mode()
-def make_parts(plan: EnginePlan, device: torch.device) -> Parts:
+def make_parts(plan: EnginePlan, device: torch.device, drafter_of: DrafterOf = no_drafter) -> Parts:
     model, vocab_size = load_planned(plan, device), plan.spec.vocab_size
-    lanes = plan.max_num_seqs if plan.attention_backend == "triton" else 0
+    drafter = drafter_of(plan, model, device)
+    queries = 0 if plan.speculation is None else 1 + plan.speculation.num_speculative_tokens
+    lanes = plan.max_num_seqs if plan.attention_backend != "torch" else 0
     pipeline = Pipeline(default_features(vocab_size, lanes, device), vocab_size, device)
     slots = plan.steps_in_flight + 1
     table = RowTable(
@@ -106,19 +131,22 @@ def make_parts(plan: EnginePlan, device: torch.device) -> Parts:
         max_model_len=plan.max_model_len,
         block_size=plan.block_size,
         device=device,
-        columns=pipeline.columns,
+        columns=(*pipeline.columns, *(() if drafter is None else drafter.columns)),
         features=(*pipeline.names, LOGPROBS),
         flush_slots=slots,
     )
-    return Parts(plan, device, model, pipeline, table, OutDoor(slots, table.num_rows, device))
+    records = OutDoor(slots, table.num_rows, device, queries)
+    return Parts(plan, device, model, pipeline, table, records, drafter)
 
 
 def _build_eager(parts: Parts, stream: Stream) -> BuiltRunner:
-    attention = make_attention(parts.plan, parts.model, parts.device)
-    runner = parts.runner(EagerTick(parts.table, parts.model, attention, parts.pipeline), stream)
+    attention = parts.attention()
+    shared, drafting = (parts.table, parts.model, attention, parts.pipeline), parts.drafting(attention)
+    tick = EagerTick(*shared) if drafting is None else EagerDraftTick(*shared, drafting)
+    runner = parts.runner(tick, stream)
     memory = plan_eager_memory(
         parts.plan,
-        parts.model.num_bytes,
+        parts.num_bytes,
         attention.bytes_per_block(),
         lambda blocks: stream.submit(lambda: attention.allocate(blocks)).wait(),
         lambda tokens: runner.step(_padding_plan(runner.table.padding_row, tokens)).wait(),
@@ -138,7 +166,7 @@ class Bucketed:
 def make_bucketed(parts: Parts) -> Bucketed:
     """The KV pool is not there yet."""
     plan = parts.plan
-    attention = make_attention(plan, parts.model, parts.device)
+    attention = parts.attention()
     shapes = Shapes(
         _ending_in(plan.max_num_seqs, plan.graph_sizes),
         _ending_in(plan.max_num_batched_tokens, plan.token_buckets),

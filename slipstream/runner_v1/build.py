@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import dataclasses
+import functools
 import logging
 from dataclasses import dataclass
+from typing import cast
 
 import numpy as np
 import torch
@@ -13,10 +16,11 @@ from slipstream.contracts.request import EngineRequest
 from slipstream.contracts.sampling_params import SamplingParams
 from slipstream.contracts.step import Admission, StepPlan
 from slipstream.loading.from_plan import load_planned, make_attention
+from slipstream.rows.stream import CpuStream
 from slipstream.runner.memory import MemoryPlan
 from slipstream.runner.memory_eager import plan_eager_memory
 from slipstream.runner_v1.batch import NULL_BLOCK
-from slipstream.runner_v1.runner import OldModelRunner
+from slipstream.runner_v1.runner import FinishedStep, OldModelRunner
 from slipstream.sampling.pipeline import Pipeline, default_features
 
 log = logging.getLogger("slipstream.runner_v1")
@@ -28,16 +32,39 @@ PROFILE_ROW = 0
 class BuiltRunner:
     """A runner ready for its first plan. memory.num_blocks counts the null block."""
 
-    runner: OldModelRunner
+    runner: OldModelRunner | OnComputeThread
     memory: MemoryPlan
     linear_name: str
     linear_reason: str
 
 
-@torch.inference_mode()
+@dataclass(frozen=True, slots=True)
+class OnComputeThread:
+    """A runner on a CPU. Whoever steps waits for the thread on which everything of this process computes
+    (see CpuStream): beside a newer runner, two would slow each other down."""
+
+    runner: OldModelRunner
+    stream: CpuStream
+
+    def step(self, plan: StepPlan) -> FinishedStep:
+        return cast(FinishedStep, self.stream.submit(functools.partial(self.runner.step, plan)).wait())
+
+    def close(self) -> None:
+        self.runner.close()
+        self.stream.close()
+
+
 def build_runner(plan: EnginePlan) -> BuiltRunner:
-    """Load, profile, size, allocate. Call it on the thread that will step: torch keeps a team of threads for
-    each thread that computes. Raises ValueError where the plan cannot be honoured."""
+    """Load, profile, size, allocate. Raises ValueError where the plan cannot be honoured."""
+    if plan.device == "cuda":
+        return _build(plan)
+    stream = CpuStream()
+    built = cast(BuiltRunner, stream.submit(functools.partial(_build, plan)).wait())
+    return dataclasses.replace(built, runner=OnComputeThread(cast(OldModelRunner, built.runner), stream))
+
+
+@torch.inference_mode()
+def _build(plan: EnginePlan) -> BuiltRunner:
     assert plan.steps_in_flight == 1, "resolve() gives this runner one step at a time"
     device, vocab_size = torch.device(plan.device), plan.spec.vocab_size
     model = load_planned(plan, device)

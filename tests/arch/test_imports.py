@@ -29,7 +29,7 @@ LEVEL_OF = {part: level for level, parts in enumerate(LEVELS) for part in parts}
 WITHOUT_TORCH = {"contracts", "observe", "errors", "config", "text", "scheduler", "server", "cli", ""}
 DELETABLE = {"runner_v1"}
 # All that the old runner takes of the new one: what a device's memory is, and how columns are declared.
-RUNNER_V1_MAY_IMPORT = ("slipstream.runner.memory", "slipstream.rows.columns.")
+RUNNER_V1_MAY_IMPORT = ("slipstream.runner.memory", "slipstream.rows.columns.", "slipstream.rows.stream.")
 KERNELS_MAY_IMPORT = {"torch", "triton", "numpy", "slipstream"}
 MODULES_OF_OURS = 2  # slipstream and what it needs at once
 PACKAGE = sources("slipstream")
