@@ -2,8 +2,8 @@
 
 Eager: it sizes its gathers by the host's length bounds and masks by the device's exact lengths.
 
-Legend: T tokens, L lanes, H query heads, G KV heads, Q queries of a KV head's group, D head size, S key
-positions, B blocks.
+Legend: T tokens, L lanes, H query heads, G KV heads, Q tokens of a decode lane, M heads of a KV head's group,
+D head size, S key positions, B blocks.
 """
 
 from __future__ import annotations
@@ -24,13 +24,15 @@ Tensor = torch.Tensor
 
 @dataclass(slots=True)
 class DecodeGroup:
-    """Decode lanes of similar length, attended together. lane_L: int64 places, or None for all decode lanes.
-    block_LB: int64; position_L1: int64 [L, 1]; length_L1: [L, 1]; key_S: int64 0 .. S-1."""
+    """Decode lanes of similar length, attended together. token_X: int64, the group's tokens among the step's,
+    or None for all decode lanes where each has one token. several: None where each of the group has one and
+    lanes are tokens, else [L, Q] tokens by lane (filled up with the lane's last) and each token's place in
+    that, flat. block_LB: int64; position_LQ1: int64; key_S: int64 0 .. S-1."""
 
-    lane_L: Tensor | None
+    token_X: Tensor | None
+    several: tuple[Tensor, Tensor] | None
     block_LB: Tensor
-    position_L1: Tensor
-    length_L1: Tensor
+    position_LQ1: Tensor
     key_S: Tensor
 
 
@@ -115,11 +117,11 @@ class PagedTorchStep:
             return self._decode(layer, 0, self._decodes[0], q_THD)
         out_THD = torch.empty_like(q_THD)
         for number, group in enumerate(self._decodes):
-            out_LHD = self._decode(layer, number, group, q_THD)
-            if group.lane_L is None:
-                out_THD[: len(out_LHD)] = out_LHD
+            out_XHD = self._decode(layer, number, group, q_THD)
+            if group.token_X is None:
+                out_THD[: len(out_XHD)] = out_XHD
             else:
-                out_THD.index_copy_(0, group.lane_L, out_LHD)
+                out_THD.index_copy_(0, group.token_X, out_XHD)
         for number, lane in enumerate(self._prefills):
             k_1GSD, v_1GSD = backend.gather(layer, lane.block_B[None], q_THD.dtype)
             size = len(lane.key_S)
@@ -128,38 +130,38 @@ class PagedTorchStep:
             mask = (
                 None
                 if causal
-                else self._mask(-1 - number, shape.window, lane.position_T1, None, lane.key_S, q_THD.dtype)
+                else self._mask(-1 - number, shape.window, lane.position_T1, lane.key_S, q_THD.dtype)
             )
             out_HTD = _attend(q_HTD[None], k_1GSD[:, :, :size], v_1GSD[:, :, :size], mask, causal, shape)
             out_THD[lane.tokens] = out_HTD[0].transpose(0, 1)
         return out_THD
 
     def _decode(self, layer: int, number: int, group: DecodeGroup, q_THD: Tensor) -> Tensor:
-        """[L, H, D] of the group's lanes."""
-        shape = self._backend.layers[layer]
-        lanes = group.block_LB.shape[0]
-        q_LHD = q_THD[:lanes] if group.lane_L is None else q_THD.index_select(0, group.lane_L)
+        """[X, H, D] of the group's tokens."""
+        shape, width = self._backend.layers[layer], q_THD.shape[2]
+        lanes, queries = group.position_LQ1.shape[:2]
         k_LGSD, v_LGSD = self._backend.gather(layer, group.block_LB, q_THD.dtype)
-        # The queries of a KV head's group stand in for a query axis: no copy of K and V for each head.
-        q_LGQD = q_LHD.view(lanes, shape.num_kv_heads, -1, q_LHD.shape[2])
-        mask = self._mask(
-            number, shape.window, group.position_L1, group.length_L1, group.key_S, q_THD.dtype
-        )
-        return _attend(q_LGQD, k_LGSD, v_LGSD, mask[:, None, None], False, shape).flatten(1, 2)
+        mask_LQS = self._mask(number, shape.window, group.position_LQ1, group.key_S, q_THD.dtype)
+        # The heads of a KV head's group stand in for a query axis: no copy of K and V for each head.
+        if group.several is None:
+            q_XHD = q_THD[:lanes] if group.token_X is None else q_THD.index_select(0, group.token_X)
+            q_LGMD = q_XHD.view(lanes, shape.num_kv_heads, -1, width)
+            return _attend(q_LGMD, k_LGSD, v_LGSD, mask_LQS[:, None], False, shape).flatten(1, 2)
+        token_LQ, place_X = group.several
+        q_LQGMD = q_THD[token_LQ].view(lanes, queries, shape.num_kv_heads, -1, width)
+        q_LGYD = q_LQGMD.transpose(1, 2).flatten(2, 3)
+        mask_LYS = mask_LQS.repeat_interleave(shape.group, 1)
+        out_LGYD = _attend(q_LGYD, k_LGSD, v_LGSD, mask_LYS[:, None], False, shape)
+        out_LQGMD = out_LGYD.view(lanes, shape.num_kv_heads, queries, -1, width).transpose(1, 2)
+        return out_LQGMD.reshape(-1, shape.num_heads, width).index_select(0, place_X)
 
     def _mask(
-        self,
-        number: int,
-        window: int | None,
-        position_X1: Tensor,
-        length_X1: Tensor | None,
-        key_S: Tensor,
-        dtype: torch.dtype,
+        self, number: int, window: int | None, position_X1: Tensor, key_S: Tensor, dtype: torch.dtype
     ) -> Tensor:
-        """dtype [X, S], 0 where the query at position sees the key, else -inf."""
+        """dtype [..., S], 0 where the query at position sees the key, else -inf."""
         mask = self._masks.get((number, window))
         if mask is None:
-            mask = key_S < length_X1 if length_X1 is not None else key_S <= position_X1
+            mask = key_S <= position_X1
             if window is not None:
                 mask = mask & (key_S > position_X1 - window)
             # What is added to the scores: torch would make it of a bool mask again in every layer.
@@ -179,29 +181,36 @@ def _decode_groups(batch: AttentionBatch, block_size: int) -> list[DecodeGroup]:
     device = batch.slot_T.device
     if device.type != "cpu":
         bucket_L[:] = 0  # places are host numbers: only a CPU can pick lanes by them without a copy
-    groups = []
     buckets = np.unique(bucket_L)
+    groups = []
     for bucket in buckets:
-        places = np.flatnonzero(bucket_L == bucket)
-        width = int(blocks_L[places].max())
-        lane_L = None if len(buckets) == 1 else torch.from_numpy(places)
-        pick = slice(0, count) if lane_L is None else lane_L
+        lane_L = np.flatnonzero(bucket_L == bucket)
+        pick = slice(0, count) if len(buckets) == 1 else torch.from_numpy(lane_L)
+        width = int(blocks_L[lane_L].max())
         length_L1 = batch.length_L[pick].unsqueeze(1)
         block_LB = batch.blocks_RB[batch.row_L[pick], :width].long()
         # Past its length a lane gathers its own first block again, and no other's numbers: a masked key still
         # counts where it is not finite.
         own_LB = torch.arange(width, device=device) * block_size < length_L1
         block_LB = torch.where(own_LB, block_LB, block_LB[:, :1])
-        groups.append(
-            DecodeGroup(
-                lane_L,
-                block_LB,
-                batch.position_T[pick].unsqueeze(1),
-                length_L1,
-                torch.arange(width * block_size, device=device),
-            )
-        )
+        key_S = torch.arange(width * block_size, device=device)
+        groups.append(_decode_group(batch, lane_L, pick, block_LB, key_S))
     return groups
+
+
+def _decode_group(
+    batch: AttentionBatch, lane_L: np.ndarray, pick: Tensor | slice, block_LB: Tensor, key_S: Tensor
+) -> DecodeGroup:
+    """lane_L, pick: the group's lanes, on the host and on the device."""
+    if int(batch.query_len_L[: batch.num_decode_lanes].max()) == 1:
+        token_X = pick if isinstance(pick, Tensor) else None
+        return DecodeGroup(token_X, None, block_LB, batch.position_T[pick].view(-1, 1, 1), key_S)
+    count_L = batch.query_len_L[lane_L]
+    start_L, query_Q = (np.cumsum(batch.query_len_L) - batch.query_len_L)[lane_L], np.arange(count_L.max())
+    token_LQ = torch.from_numpy(start_L[:, None] + np.minimum(query_Q, count_L[:, None] - 1))
+    place_X = torch.from_numpy(np.flatnonzero(query_Q < count_L[:, None]))
+    position_LQ1 = batch.position_T[token_LQ].unsqueeze(2)
+    return DecodeGroup(token_LQ.view(-1)[place_X], (token_LQ, place_X), block_LB, position_LQ1, key_S)
 
 
 def _prefill_lanes(batch: AttentionBatch, block_size: int) -> list[PrefillLane]:

@@ -22,7 +22,7 @@ Tensor = torch.Tensor
 
 @dataclass(slots=True)
 class AttentionBatch:
-    """One step's lanes. Decode lanes come first, one token each; then prefill lanes.
+    """One step's lanes. Decode lanes come first, one token each and drafts; then prefill lanes.
 
     query_start_L1: int32 [L + 1]; length_L: int32, exact KV positions of each lane after this step's tokens
     (device). position_T: int64; slot_T: int64, where each token's K and V go (dead and padding tokens: the

@@ -21,6 +21,7 @@ Tensor = torch.Tensor
 
 # Purposes keep apart what one (seed, position) is asked for.
 PURPOSE_TOKEN = 0
+PURPOSE_ACCEPT = 1  # of a draft, by chance: kernels/commit_drafts.py
 
 MULTIPLY_A = 0x7FEB352D
 MULTIPLY_B = 0x846CA68B - (1 << 32)

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import torch
 
 from slipstream.attention.paged_torch import PagedTorchAttention
 from slipstream.attention.paged_triton import PagedTritonAttention
-from slipstream.attention.protocol import AttentionBackend
+from slipstream.attention.protocol import AttentionBackend, LayerAttention
 from slipstream.config.plan import EnginePlan
 from slipstream.loading.kv_scales import read_kv_scales
 from slipstream.loading.load import load_model
@@ -29,18 +31,23 @@ def load_planned(plan: EnginePlan, device: torch.device) -> Model:
     return model if plan.compile_mode == "none" else CompiledModel(model)
 
 
-def make_attention(plan: EnginePlan, model: Model, device: torch.device) -> AttentionBackend:
-    """The KV pool is not there yet. Raises ValueError for scales of the KV cache that cannot be used."""
+def make_attention(
+    plan: EnginePlan, model: Model, device: torch.device, more: Sequence[LayerAttention] = ()
+) -> AttentionBackend:
+    """The KV pool is not there yet. more: layers that follow the model's, a drafter's. Raises ValueError for
+    scales of the KV cache that cannot be used."""
+    layers = (*model.attention, *more)
     if plan.attention_backend == "torch":
-        return PagedTorchAttention(model.attention, plan.block_size, model.activation_dtype, device)
+        return PagedTorchAttention(layers, plan.block_size, model.activation_dtype, device)
     float8, stored = plan.kv_cache_dtype == "fp8", plan.args.load_format != "dummy"
+    scales = read_kv_scales(plan.args.model, plan.spec.num_layers) if float8 and stored else ()
     return PagedTritonAttention(
-        model.attention,
+        layers,
         plan.block_size,
         model.activation_dtype,
         device,
         max_lanes=plan.max_num_seqs,
         kv_dtype=torch.float8_e4m3fn if float8 else None,
-        kv_scales=read_kv_scales(plan.args.model, plan.spec.num_layers) if float8 and stored else (),
+        kv_scales=(*scales, *((1.0, 1.0) for _ in more)) if scales else (),
         batch_invariant=plan.batch_invariant,
     )

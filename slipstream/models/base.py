@@ -1,6 +1,7 @@
 """What a model is to the runner and the loader.
 
-Legend: T tokens of the step, N tokens whose logits are wanted, H hidden size, V vocabulary.
+Legend: T tokens of the step, N tokens whose logits are wanted, H hidden size, A auxiliary layers, V
+vocabulary.
 """
 
 from __future__ import annotations
@@ -35,6 +36,13 @@ class Model(Protocol):
         """tokens_T, positions_T: int64 [T]; positions are below spec.max_model_len. Returns the normalised
         hidden states [T, H] in activation_dtype. Each row depends on its own token, position and what attend
         returns."""
+        ...
+
+    def forward_aux(
+        self, tokens_T: Tensor, positions_T: Tensor, attend: Attend, aux_layers: tuple[int, ...]
+    ) -> tuple[Tensor, Tensor | None]:
+        """forward's result, and the residual streams that go into these layers (the count of layers: that
+        comes out of the last), side by side [T, A * H] in activation_dtype; None for no layers."""
         ...
 
     def of_each_kind(self) -> Model:

@@ -37,7 +37,7 @@ class CompiledModel:
 
     def __init__(self, model: Model, backend: str = "inductor") -> None:
         self._model = model
-        self._forward: Any = torch.compile(model.forward, dynamic=True, fullgraph=True, backend=backend)
+        self._forward: Any = torch.compile(model.forward_aux, dynamic=True, fullgraph=True, backend=backend)
         self.attention: tuple[LayerAttention, ...] = model.attention
         self.embed = model.embed
         self.activation_dtype = model.activation_dtype
@@ -46,17 +46,22 @@ class CompiledModel:
         self.linear_reason = f"{model.linear_reason}; torch.compile was asked for"
 
     def forward(self, tokens_T: Tensor, positions_T: Tensor, attend: Attend) -> Tensor:
+        return self.forward_aux(tokens_T, positions_T, attend, ())[0]
+
+    def forward_aux(
+        self, tokens_T: Tensor, positions_T: Tensor, attend: Attend, aux_layers: tuple[int, ...]
+    ) -> tuple[Tensor, Tensor | None]:
         _now.append(attend)
         try:
-            hidden_TH: Tensor = self._forward(tokens_T, positions_T, _attend)
+            found: tuple[Tensor, Tensor | None] = self._forward(tokens_T, positions_T, _attend, aux_layers)
         finally:
             _now.pop()
-        return hidden_TH
+        return found
 
     def of_each_kind(self) -> CompiledModel:
         short = copy.copy(self)
         short._model = self._model.of_each_kind()
-        short._forward = short._model.forward
+        short._forward = short._model.forward_aux
         return short
 
     def logits(self, hidden_NH: Tensor) -> Tensor:

@@ -54,6 +54,10 @@ class Layer:
     gate_up: Linear
     down: Linear
 
+    def parts(self) -> list[Sized]:
+        """All that keeps weights."""
+        return [getattr(self, field.name) for field in fields(self)]
+
 
 def layers_attention(spec: ModelSpec) -> tuple[LayerAttention, ...]:
     """What each layer's attention is, for a backend."""
@@ -118,18 +122,31 @@ class Decoder:
         head_VH = embed_VH if spec.tie_word_embeddings else weight(names.lm_head + ".weight")
         self._lm_head = maths.linear(head_VH, None)
         shared = embed_VH.nbytes if spec.tie_word_embeddings and maths.shares_weights else 0
-        parts = [getattr(layer, field.name) for layer in layers for field in fields(Layer)]
+        parts = [part for layer in layers for part in layer.parts()]
         parts += [self.embed, self._final_norm, self._lm_head, self._rotary]
         self.num_bytes = sum(part.num_bytes for part in parts) - shared
 
     def forward(self, tokens_T: Tensor, positions_T: Tensor, attend: Attend) -> Tensor:
+        return self.forward_aux(tokens_T, positions_T, attend, ())[0]
+
+    def forward_aux(
+        self, tokens_T: Tensor, positions_T: Tensor, attend: Attend, aux_layers: tuple[int, ...]
+    ) -> tuple[Tensor, Tensor | None]:
         first_norm = self._layers[0][1].attention_norm
         step = self._maths.open(self.embed, self._rotary, first_norm, tokens_T, positions_T)
+        kept: dict[int, Tensor] = {}
         for index, layer in self._layers:
+            if index in aux_layers:
+                kept[index] = step.residual().to(self.activation_dtype, copy=True)
             qkv_TN = step.project(layer.attention_norm, layer.qkv)
             step.add(layer.o, step.mix(index, layer.heads, qkv_TN, attend))
             step.add(layer.down, step.project_gated(layer.mlp_norm, layer.gate_up))
-        return step.finish(self._final_norm)
+        for index in aux_layers:
+            # The last layer's output; of of_each_kind's few layers, which mean nothing, any residual does.
+            if index not in kept:
+                kept[index] = step.residual().to(self.activation_dtype)
+        aux_TX = torch.cat([kept[index] for index in aux_layers], 1) if aux_layers else None
+        return step.finish(self._final_norm), aux_TX
 
     def of_each_kind(self) -> Decoder:
         first: dict[LayerAttention, int] = {}

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from typing import Generic, TypeVar
 
 import numpy as np
@@ -127,35 +128,64 @@ class InDoor:
         return StagedWrites(self._ring, slot, payload, num_spans, num_words)
 
 
-class OutRecord:
-    """One step's record in host memory: int32 [3, lanes] (tokens appended, finish code, token)."""
+@dataclass(frozen=True, slots=True)
+class HostRecord:
+    """What the host learns of a step, int32: count_L, tokens appended; finish_L, codes; token_LQ, of which
+    the first count are valid; drafted_L, drafts verified, or None where rows have none."""
 
-    def __init__(self, memory_3L: Tensor) -> None:
-        self.memory_3L = memory_3L
-        self.host: Array = memory_3L.numpy()
+    count_L: Array
+    finish_L: Array
+    token_LQ: Array
+    drafted_L: Array | None
+
+
+class OutRecord:
+    """One step's record in host memory, int32 [X, lanes]: tokens appended, finish code, token; of an engine
+    whose rows have drafts: tokens appended, finish code, drafts verified, then a line for each token."""
+
+    def __init__(self, memory_XL: Tensor) -> None:
+        self.memory_XL = memory_XL
+        self.host: Array = memory_XL.numpy()
 
     def lines(self, lanes: int) -> CommitRecord:
         """Where commit writes."""
-        return CommitRecord(*self.memory_3L[:, :lanes])
+        return CommitRecord(*self.memory_XL[:, :lanes])
 
-    def read(self, lanes: int) -> Array:
-        """Runs on the host after the step's event: a copy, so that the record can be reused at once."""
-        return self.host[:, :lanes].copy()
+    def draft_lines(self, lanes: int) -> Tensor:
+        """Where commit_drafts writes."""
+        return self.memory_XL[:, :lanes]
+
+    def read(self, lanes: int, drafts: int) -> HostRecord:
+        """Runs on the host after the step's event: a copy, so that the record can be reused at once. drafts:
+        most of a lane in this step."""
+        if len(self.host) == 3:
+            count_L, finish_L, token_L = self.host[:, :lanes].copy()
+            return HostRecord(count_L, finish_L, token_L[:, None], None)
+        lines = self.host[: 4 + drafts, :lanes].copy()
+        return HostRecord(lines[0], lines[1], lines[3:].T, lines[2] if drafts else None)
 
 
 class OutDoor:
     """Records taken in turn. On a CUDA device they are pinned, and commit's kernel stores into them: no copy.
 
     A captured step has one address for all its launches, so the device counts the turns itself
-    (commit_ring); take() must be called once a step, in the order of the steps.
+    (commit_ring); take() must be called once a step, in the order of the steps. queries: tokens that a lane
+    may gain in a step, 0 where rows have no drafts.
     """
 
-    def __init__(self, slots: int, max_lanes: int, device: torch.device) -> None:
+    def __init__(self, slots: int, max_lanes: int, device: torch.device, queries: int = 0) -> None:
         pinned = device.type == "cuda"
-        memory_S3L = torch.zeros(slots, 3, max_lanes, dtype=torch.int32, pin_memory=pinned)
-        self.commit_ring = CommitRing(memory_S3L, torch.zeros(2, dtype=torch.int32, device=device))
-        records = iter(memory_S3L)
+        memory_SXL = torch.zeros(slots, 3 + queries, max_lanes, dtype=torch.int32, pin_memory=pinned)
+        self.commit_ring = CommitRing(memory_SXL, torch.zeros(2, dtype=torch.int32, device=device))
+        records = iter(memory_SXL)
         self.ring = Ring(lambda: OutRecord(next(records)), slots)
+
+
+def seen(tensor: Tensor) -> Array:
+    """Runs on a CPU's stream, which is the device: the values as they are now, to size work by."""
+    if tensor.device.type != "cpu":
+        raise ValueError("a step on a GPU never waits to see what it has computed")
+    return tensor.numpy()
 
 
 def lazy_zeros(shape: Sequence[int], dtype: torch.dtype, device: torch.device) -> Tensor:

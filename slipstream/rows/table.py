@@ -28,14 +28,16 @@ NULL_BLOCK = 0
 def base_columns(max_model_len: int, max_blocks: int) -> tuple[Column, ...]:
     """What every row has, whatever features are on. Lengths are exact on the device.
 
-    length: tokens in the row; num_computed: KV positions filled; min_len: end tokens are masked below this
-    length; features: what sampling features the row uses, bit i is the i-th of the pipeline's names.
+    length: tokens in the row; num_computed: KV positions filled; draft_count: drafts that stand in tokens
+    past length; min_len: end tokens are masked below this length; features: what sampling features the row
+    uses, bit i is the i-th of the pipeline's names.
     """
     return (
         Column("alive", writer="commit"),
         Column("generation"),
         Column("length", writer="commit"),
         Column("num_computed", writer="commit"),
+        Column("draft_count", writer="commit"),
         Column("prompt_len"),
         Column("min_len"),
         Column("max_len"),
@@ -53,10 +55,12 @@ def lane_columns(max_lanes: int, features: Iterable[str]) -> tuple[Column, ...]:
     read them.
 
     lane_to_row, lane_query_len: of every lane; sample_to_lane: the lanes that sample; feature_<name>: places
-    among the sampling lanes whose rows use the feature.
+    among the sampling lanes whose rows use the feature. draft_limits: of the step, drafts of a lane and of
+    all together.
     """
     names = ["lane_to_row", "lane_query_len", "sample_to_lane", *(f"feature_{name}" for name in features)]
-    return tuple(Column(name, width=max_lanes, writer="plan") for name in names)
+    lanes = tuple(Column(name, width=max_lanes, writer="plan") for name in names)
+    return (*lanes, Column("draft_limits", width=2, writer="plan"))
 
 
 class RowTable:

@@ -13,10 +13,12 @@ from collections.abc import Sequence
 import torch
 
 from slipstream.attention.protocol import AttentionBackend, AttentionBatch
+from slipstream.contracts.request import EngineRequest
 from slipstream.contracts.step import StepPlan, empty_i32
 from slipstream.kernels.commit import CommitRing
 from slipstream.kernels.logprobs import token_logprobs
 from slipstream.models.base import Model
+from slipstream.rows.columns import RowWriter
 from slipstream.rows.doors import leave
 from slipstream.rows.table import RowTable
 from slipstream.runner.graphs import Graphs
@@ -63,6 +65,9 @@ class BucketTick:
         self._hidden_TH = torch.zeros(size, dtype=model.activation_dtype, device=table.device)
         self._score_prompt = PromptScorer(table, model)
         self.graphs = Graphs(self._body, table.device)
+
+    def admit(self, request: EngineRequest, write: RowWriter) -> None:
+        """Nothing."""
 
     def stage_lanes(self, plan: StepPlan, mirror: RowMirror) -> BucketLanes:
         return stage_bucket(plan, self._table, mirror, self._pipeline.names, self._shapes)

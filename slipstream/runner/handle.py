@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 
 from slipstream.contracts.step import PromptLogprobs, StepResult, TokenLogprobs
-from slipstream.rows.doors import to_host
+from slipstream.rows.doors import HostRecord, to_host
 from slipstream.rows.stream import Event
 from slipstream.runner.lanes import LaneSet
 from slipstream.runner.tick import Scores, StepWork, TickOutput
@@ -32,28 +32,37 @@ class StepHandle:
 
     def _read(self, output: TickOutput) -> StepResult:
         lanes = self._work.lanes
-        count_L, finish_L, token_L = self._work.record.read(lanes.num_lanes)
+        record = self._work.record.read(lanes.num_lanes, lanes.drafts)
         return StepResult(
             step=self.step,
             lane_row=lanes.lane_row,
             lane_generation=lanes.lane_generation,
-            num_tokens=count_L,
-            tokens=token_L[:, None],
-            finish=finish_L,
-            logprobs=None if output.logprobs is None else self._token_logprobs(output.logprobs, lanes),
+            num_tokens=record.count_L,
+            tokens=record.token_LQ,
+            finish=record.finish_L,
+            logprobs=None if output.logprobs is None else _token_logprobs(output.logprobs, lanes, record),
             prompt_logprobs=[
                 PromptLogprobs(s.row, s.generation, s.first, *(to_host(t) for t in scores))
                 for s, scores in zip(self._work.prompt_scores, output.prompt_logprobs, strict=True)
             ],
+            drafted=record.drafted_L,
         )
 
-    def _token_logprobs(self, scores: Scores, lanes: LaneSet) -> TokenLogprobs:
-        """From the lanes that are scored to all lanes of the step."""
-        ids, values, rank = (to_host(t) for t in scores)
-        lane = lanes.scored_lane
-        spread = (lanes.num_lanes, 1, ids.shape[1])
-        out = TokenLogprobs(
-            np.zeros(spread, np.int32), np.zeros(spread, np.float32), np.zeros(spread[:2], np.int32)
-        )
-        out.ids[lane, 0], out.values[lane, 0], out.rank[lane, 0] = ids, values, rank
-        return out
+
+def _token_logprobs(scores: Scores, lanes: LaneSet, record: HostRecord) -> TokenLogprobs:
+    """From the lines of the lanes that are scored to all lanes of the step."""
+    ids, values, rank = (to_host(t) for t in scores)
+    spread = (*record.token_LQ.shape, ids.shape[1])
+    out = TokenLogprobs(
+        np.zeros(spread, np.int32), np.zeros(spread, np.float32), np.zeros(spread[:2], np.int32)
+    )
+    lane, place = lanes.scored_lane, 0
+    if record.drafted_L is not None:
+        count = 1 + record.drafted_L[lane]
+        place = np.arange(count.sum()) - np.repeat(np.cumsum(count) - count, count)
+        lane = np.repeat(lane, count)
+    lines = len(lane)
+    out.ids[lane, place], out.values[lane, place], out.rank[lane, place] = (
+        ids[:lines], values[:lines], rank[:lines],
+    )
+    return out

@@ -41,7 +41,7 @@ class PromptScore:
 @dataclass(frozen=True, slots=True)
 class LaneSet:
     """num_logprobs: the most that any lane asked for, -1 for none. scored_lane: the lanes to which the lines
-    of the step's logprobs belong."""
+    of the step's logprobs belong, one for each token they sample. drafts: that a lane verifies at most."""
 
     lane_row: Array
     lane_generation: Array
@@ -50,6 +50,7 @@ class LaneSet:
     num_decode_lanes: int
     num_logprobs: int
     scored_lane: Array
+    drafts: int
 
     @property
     def num_lanes(self) -> int:
@@ -95,6 +96,7 @@ def stage_exact(plan: StepPlan, table: RowTable, mirror: RowMirror, features: Se
         plan.num_decode_lanes,
         num_logprobs,
         sample_lane_N[places.get(LOGPROBS, slice(0))],
+        plan.draft_tokens,
         len(sample_lane_N),
         counts,
     )
@@ -123,8 +125,19 @@ def stage_bucket(
         plan.num_decode_lanes,
         num_logprobs,
         np.arange(lanes),
+        shape.drafts,
         shape,
     )
+
+
+def stage_drafts(plan: StepPlan, table: RowTable, mirror: RowMirror) -> int:
+    """Write the plan's limits of drafts; returns that of a lane. A step that scores prompts has none: where
+    their tokens stand would depend on how many there are."""
+    prefills = plan.lane_row[plan.num_decode_lanes :]
+    scores = bool((mirror.prompt_logprobs[prefills] >= 0).any())
+    limits = (0, 0) if scores else (plan.draft_tokens, plan.draft_room)
+    table.set_lanes("draft_limits", np.array(limits, np.int32))
+    return limits[0]
 
 
 def _used(bits_N: Array, features: Sequence[str]) -> list[tuple[int, str]]:

@@ -74,6 +74,7 @@ class ModelRunner:
             writer = self.table.admit(admission)
             features = self._pipeline.admit(admission.request, writer)
             writer.scalar("features", features)
+            self._tick.admit(admission.request, writer)
             writer.commit()
             self._mirror.admit(admission, features, self._vocab_size)
 

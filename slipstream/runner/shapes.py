@@ -18,13 +18,15 @@ FEW_LANES = (16, 64)
 
 @dataclass(frozen=True, slots=True)
 class Shape:
-    """lanes; tokens; decode: one token a lane; stage: of the sampling pipeline; num_logprobs: -1 for none."""
+    """lanes; tokens; decode: one token a lane, and drafts; stage: of the sampling pipeline; num_logprobs: -1
+    for none; drafts: that a lane verifies at most, 0 in a plain step."""
 
     lanes: int
     tokens: int
     decode: bool
     stage: str
     num_logprobs: int
+    drafts: int = 0
 
 
 class Shapes:

@@ -14,12 +14,13 @@ from typing import Any, Protocol
 import torch
 
 from slipstream.attention.protocol import AttentionBackend, AttentionBatch
+from slipstream.contracts.request import EngineRequest
 from slipstream.contracts.step import StepPlan
 from slipstream.kernels.commit import CommitRecord, CommitRing, commit_step
 from slipstream.kernels.logprobs import token_logprobs
 from slipstream.kernels.step_inputs import StepInputs, build_step_inputs
 from slipstream.models.base import Model
-from slipstream.rows.columns import Array
+from slipstream.rows.columns import Array, RowWriter
 from slipstream.rows.doors import OutRecord, StagedWrites, from_host, leave
 from slipstream.rows.table import RowTable
 from slipstream.runner.lanes import LOGPROBS, ExactLanes, LaneSet, PromptScore, stage_exact
@@ -60,6 +61,10 @@ NOTHING = TickOutput(None, [])
 
 class Tick(Protocol):
     """How steps run on a device."""
+
+    def admit(self, request: EngineRequest, write: RowWriter) -> None:
+        """On the host: write columns of a row that steps alone know of."""
+        ...
 
     def stage_lanes(self, plan: StepPlan, mirror: RowMirror) -> LaneSet:
         """On the host: write the plan's lanes into the table's lane arrays."""
@@ -139,15 +144,16 @@ class EagerTick:
         self._pipeline = pipeline
         self._score_prompt = PromptScorer(table, model)
 
+    def admit(self, request: EngineRequest, write: RowWriter) -> None:
+        """Nothing."""
+
     def stage_lanes(self, plan: StepPlan, mirror: RowMirror) -> ExactLanes:
         return stage_exact(plan, self._table, mirror, self._pipeline.names)
 
     @torch.inference_mode()
     def run(self, work: StepWork) -> TickOutput:
         """One step on the stream."""
-        work.writes.apply(self._table.arena)
-        if len(work.fresh_blocks):
-            self._attention.clear(from_host(work.fresh_blocks, self._table.device).long())
+        self._begin(work)
         lanes: ExactLanes = work.lanes
         one_each = lanes.num_decode_lanes == lanes.num_lanes
         inputs = inputs_of(self._table, lanes.num_lanes, lanes.num_tokens, one_each)
@@ -157,6 +163,11 @@ class EagerTick:
         logprobs, sampled = self._sample(hidden_TH, inputs, sample_N, lanes)
         commit_to(self._table, inputs, sample_N, sampled, work.record.lines(lanes.num_lanes))
         return TickOutput(logprobs, [self._score_prompt(hidden_TH, score) for score in work.prompt_scores])
+
+    def _begin(self, work: StepWork) -> None:
+        work.writes.apply(self._table.arena)
+        if len(work.fresh_blocks):
+            self._attention.clear(from_host(work.fresh_blocks, self._table.device).long())
 
     def _attention_batch(self, inputs: StepInputs, work: StepWork) -> AttentionBatch:
         return AttentionBatch(
@@ -179,18 +190,21 @@ class EagerTick:
             empty = sample_N.int()
             return None, SampledTokens(empty, empty.bool())
         last_N = (inputs.query_start_L1[1:][sample_N] - 1).long()
-        logits_NV = self._model.logits(hidden_TH[last_N]).float()
         row_N = inputs.row_L[sample_N]
         places = {name: self._table.lanes[f"feature_{name}"][:n].long() for name, n in lanes.counts.items()}
-        asked = places.pop(LOGPROBS, None)
-        raw = (
-            logits_NV[asked] if asked is not None else None
-        )  # before the pipeline changes the logits in place
         batch = SampleBatch(row_N, self._table.columns["length"][row_N], self._table.columns, places)
+        return self._choose(self._model.logits(hidden_TH[last_N]).float(), batch, lanes.num_logprobs)
+
+    def _choose(
+        self, logits_NV: Tensor, batch: SampleBatch, num_logprobs: int
+    ) -> tuple[Scores | None, SampledTokens]:
+        asked = batch.feature_lanes.get(LOGPROBS)
+        # Before the pipeline changes the logits in place.
+        raw = logits_NV[asked] if asked is not None else None
         sampled = self._pipeline.sample(logits_NV, batch)
         if raw is None or asked is None:
             return None, sampled
         # A row that fails has no token; its scores are never read.
         token = sampled.tokens_N[asked].clamp(min=0)
-        ids, values, rank = map(leave, token_logprobs(raw, token, lanes.num_logprobs))
+        ids, values, rank = map(leave, token_logprobs(raw, token, num_logprobs))
         return (ids, values, rank), sampled

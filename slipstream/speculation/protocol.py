@@ -23,6 +23,8 @@ from slipstream.rows.columns import Column, RowWriter
 
 Tensor = torch.Tensor
 
+MAX_DRAFTS = 16
+
 
 @dataclass(frozen=True, slots=True)
 class Drafts:
@@ -42,6 +44,9 @@ class DraftStep:
     hidden_TH: what the target's logits are made from. aux_TX: [T, A * H], the residual streams that go into
     the decoder layers Drafter.aux_layers names, side by side; None where there are none. batch: the step's
     attention. length_bound: host bound of any lane's length after all K drafts, for eager attention.
+    num_drafts: more drafts than this are not looked at; 0 in a plain step: bring state up to date, and what
+    is returned means nothing (it may be empty). K and V may be written at positions below length +
+    num_drafts.
     """
 
     inputs: StepInputs
@@ -54,6 +59,7 @@ class DraftStep:
     hidden_TH: Tensor
     aux_TX: Tensor | None
     length_bound: int
+    num_drafts: int = MAX_DRAFTS
 
 
 class Drafter(Protocol):

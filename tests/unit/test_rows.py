@@ -53,6 +53,7 @@ def test_admission_overwrites_every_scalar_that_the_last_owner_left():
         "generation": 3,
         "length": 5,
         "num_computed": 4,
+        "draft_count": 0,
         "prompt_len": 5,
         "min_len": 8,
         "max_len": 15,
