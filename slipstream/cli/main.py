@@ -9,6 +9,7 @@ from slipstream.cli import (
     bench_compare,
     bench_latency,
     bench_offline,
+    bench_serve,
     bench_step,
     chat,
     demo_model,
@@ -30,7 +31,7 @@ def build_parser() -> Parser:
         command.add_parser(commands)
     benches = commands.add_parser("bench", help="measure", description="Benchmarks.")
     kinds = benches.add_subparsers(title="benchmarks", metavar="BENCHMARK", required=True)
-    for bench in (bench_offline, bench_latency, bench_compare, bench_step):
+    for bench in (bench_offline, bench_latency, bench_serve, bench_compare, bench_step):
         bench.add_parser(kinds)
     return parser
 
