@@ -141,7 +141,8 @@ def test_the_old_runner_agrees_after_preemption_and_prefix_hits_too(model, expec
 def test_lanes_of_requests_that_have_ended_change_nothing(model, expected):
     """Three steps are planned before a result is read, so plans name rows whose request has ended."""
     core = core_of(model, "v1")
-    core._depth, step, live_requests, dead = 3, core._runner.step, core._runner._requests, []
+    core._depth, step, dead = 3, core._runner.step, []
+    live_requests = core._runner.runner._requests
 
     def watched(plan):
         kept = set(plan.lane_row.tolist()) - {admission.row for admission in plan.admissions}
