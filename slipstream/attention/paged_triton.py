@@ -102,9 +102,8 @@ class PagedTritonStep:
         # Both are made at the step's beginning: attention reads them before its predecessor has ended.
         configs = [] if backend.batch_invariant else map(self._decode_config, backend.layers)
         self._order_L = order_lanes(batch.length_L) if any(c.ordered for c in configs) else None
-        for shape, varlen in zip(backend.layers, backend.varlen, strict=True):
-            if not self._decode_only:
-                self._list_tiles(varlen.queries(shape), len(self._position_T))
+        if not self._decode_only:
+            self._begin_longer(len(self._position_T))
 
     def __call__(self, layer: int, q_THD: Tensor, k_TGD: Tensor, v_TGD: Tensor) -> Tensor:
         store_kv(k_TGD, v_TGD, self._slot_T, self._backend.pools[layer])
@@ -128,10 +127,20 @@ class PagedTritonStep:
             config, scratch = self._decode_config(shape), backend.scratch[layer]
             decode_attention(q_THD, self._lanes, pool, shape, config, scratch, out_THD, self._order_L)
         if not self._decode_only:
-            varlen = backend.varlen[layer]
-            tiles = self._list_tiles(varlen.queries(shape), len(q_THD))
-            varlen_attention(q_THD, tiles, self._lanes, pool, shape, varlen, out_THD)
+            self._attend_longer(layer, q_THD, out_THD)
         return out_THD
+
+    def _begin_longer(self, num_tokens: int) -> None:
+        """What lanes with more than one token need for all layers."""
+        for shape, varlen in zip(self._backend.layers, self._backend.varlen, strict=True):
+            self._list_tiles(varlen.queries(shape), num_tokens)
+
+    def _attend_longer(self, layer: int, q_THD: Tensor, out_THD: Tensor) -> None:
+        """Lanes with more than one token; all lanes where results may not depend on the batch."""
+        backend, shape, pool = self._backend, self._backend.layers[layer], self._backend.pools[layer]
+        varlen = backend.varlen[layer]
+        tiles = self._list_tiles(varlen.queries(shape), len(q_THD))
+        varlen_attention(q_THD, tiles, self._lanes, pool, shape, varlen, out_THD)
 
     def _decode_config(self, shape: LayerAttention) -> DecodeConfig:
         lanes = self._lanes.row_L.shape[0]

@@ -53,7 +53,7 @@ class EngineArgs:
     cuda_graph_sizes: list[int] | None = field(
         default=None, metadata={"help": "decoding rows that a CUDA graph is captured for, one graph each"}
     )
-    attention_backend: str = field(default="auto", metadata={"help": "auto, triton or torch"})
+    attention_backend: str = field(default="auto", metadata={"help": "auto, triton, flash or torch"})
     kv_cache_dtype: str = field(
         default="auto", metadata={"help": "auto (what layers compute in), fp8 or fp8_e4m3 (the same)"}
     )

@@ -11,12 +11,14 @@ from dataclasses import dataclass, field
 from typing import Any, Literal
 
 from slipstream.config.args import EngineArgs, flag_name
+from slipstream.config.flash import FA3_FWD_LACKS, HOPPER, check_flash
 from slipstream.config.json_flag import JsonFlag, read_object
-from slipstream.config.plan import Choice
+from slipstream.config.model import ModelSpec
+from slipstream.config.plan import AttentionName, Choice
 
 # A CPU computes about 500 to 1,000 prompt tokens a second: larger steps would stall the running decodes.
 DEFAULT_BATCHED_TOKENS = {"cpu": 512, "cuda": 8192}
-ATTENTION_BACKENDS = ("auto", "triton", "torch")
+ATTENTION_BACKENDS = ("auto", "triton", "flash", "torch")
 KV_CACHE_DTYPES = ("auto", "fp8", "fp8_e4m3")
 COMPILE_MODES = ("none", "stock_torch_compile")
 # The first GPUs that multiply and convert float8_e4m3 (Ada).
@@ -31,7 +33,8 @@ class DeviceFacts:
     """What the machine has. kind: the best device there is; memory_bytes: that device's memory; has_triton:
     Triton's kernels run on it (on a CPU: interpreted); capability: CUDA's compute capability; assumed: the
     machine is another, this one has no such device. cpu_activations: torch's name of the weights' type ->
-    that of activations, where a CPU's kernels change it."""
+    that of activations, where a CPU's kernels change it. flash_lacks: what the installed FlashAttention 3 was
+    built without, by its own names; None where it is not installed."""
 
     kind: Literal["cpu", "cuda"]
     name: str
@@ -40,6 +43,7 @@ class DeviceFacts:
     capability: tuple[int, int] = (0, 0)
     assumed: bool = False
     cpu_activations: Mapping[str, str] = field(default_factory=dict)
+    flash_lacks: frozenset[str] | None = None
 
 
 # What `explain --device cuda` assumes where there is no CUDA device.
@@ -50,6 +54,7 @@ ASSUMED_CUDA = DeviceFacts(
     has_triton=True,
     capability=(9, 0),
     assumed=True,
+    flash_lacks=FA3_FWD_LACKS,
 )
 
 
@@ -57,7 +62,7 @@ ASSUMED_CUDA = DeviceFacts(
 class DeviceChoices:
     """Fields of EnginePlan, of the same meaning."""
 
-    attention_backend: Literal["triton", "torch"]
+    attention_backend: AttentionName
     kv_cache_dtype: str
     batch_invariant: bool
     compile_mode: str
@@ -67,21 +72,35 @@ class DeviceChoices:
 
 def choose_for_device(
     args: EngineArgs,
+    spec: ModelSpec,
     facts: DeviceFacts,
     choices: dict[str, Choice],
     *,
     device: str,
     runner: str,
     dtype: str,
+    max_model_len: int,
     max_num_seqs: int,
     max_num_batched_tokens: int,
 ) -> DeviceChoices:
     """Adds a Choice for every field. What is given by name is final. Raises ValueError."""
+    if args.attention_backend == "flash":
+        check_flash(
+            args,
+            spec,
+            facts.flash_lacks,
+            device=device,
+            name=facts.name,
+            capability=facts.capability,
+            has_triton=facts.has_triton,
+            dtype=dtype,
+            max_model_len=max_model_len,
+        )
     attention = _attention_backend(args, facts, device, choices)
     activations = facts.cpu_activations.get(dtype, dtype) if device == "cpu" else dtype
     kv_cache_dtype = _kv_cache_dtype(args, facts, attention, activations, choices)
     compile_mode = _compile_mode(args, device, choices)
-    if args.batch_invariant and device == "cuda" and attention != "triton":
+    if args.batch_invariant and device == "cuda" and attention == "torch":
         raise ValueError("--batch-invariant: needs Triton's attention; on this cuda it is in torch")
     if args.batch_invariant and compile_mode != "none":
         raise ValueError("--batch-invariant: torch.compile picks kernels by size; drop --compilation-config")
@@ -105,22 +124,24 @@ def choose_for_device(
 
 def _attention_backend(
     args: EngineArgs, facts: DeviceFacts, device: str, choices: dict[str, Choice]
-) -> Literal["triton", "torch"]:
+) -> AttentionName:
     asked, runs = args.attention_backend, facts.has_triton and device == facts.kind
     lacking = "a CPU" if device == "cpu" else "this CUDA device (not installed, or interpreted)"
     if asked == "triton" and not runs:
         raise ValueError(f"--attention-backend=triton: Triton does not run on {lacking}")
-    triton = asked == "triton" or (asked == "auto" and device == "cuda" and runs)
-    if asked != "auto":
-        reason = "asked for"
-    elif triton:
+    chosen: AttentionName = "triton" if device == "cuda" and runs else "torch"
+    if asked == "flash":
+        chosen, reason = "flash", "asked for: FlashAttention 3 for long steps, Triton for the others"
+    elif asked != "auto":
+        chosen, reason = "triton" if asked == "triton" else "torch", "asked for"
+    elif chosen == "triton":
         reason = "the default on cuda: reads lengths and blocks on the device, so that graphs can hold it"
+        if facts.flash_lacks is not None and facts.capability[0] == HOPPER:
+            reason += "; FlashAttention 3 is installed: `flash` takes it for prefill"
     else:
         reason = f"paged attention in torch operations: Triton does not run on {lacking}"
-    choices["attention_backend"] = Choice(
-        value="triton" if triton else "torch", reason=reason, flag="--attention-backend"
-    )
-    return "triton" if triton else "torch"
+    choices["attention_backend"] = Choice(value=chosen, reason=reason, flag="--attention-backend")
+    return chosen
 
 
 def _kv_cache_dtype(
@@ -129,7 +150,7 @@ def _kv_cache_dtype(
     asked = args.kv_cache_dtype
     if asked == "auto":
         value, reason = activations, "the type that layers compute in"
-    elif attention != "triton":
+    elif attention == "torch":
         raise ValueError(f"--kv-cache-dtype={asked}: needs Triton's attention, and here it is in torch")
     elif facts.kind == "cuda" and facts.capability < FP8_CAPABILITY:
         have = ".".join(map(str, facts.capability))
@@ -170,7 +191,7 @@ def _no_graphs(args: EngineArgs, attention: str, device: str, runner: str) -> tu
         return "runner v1 builds each step anew", "--model-runner"
     if device == "cpu":
         return "a CPU has none", "--device"
-    if attention != "triton":
+    if attention == "torch":
         return "attention in torch operations reads lengths on the host", "--attention-backend"
     return "", ""
 

@@ -10,6 +10,9 @@ from slipstream.config.args import EngineArgs
 from slipstream.config.model import ModelSpec
 from slipstream.config.speculation import SpeculativeConfig
 
+# "flash": Triton's, with FlashAttention 3 for long steps.
+AttentionName = Literal["triton", "flash", "torch"]
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Choice:
@@ -48,7 +51,7 @@ class EnginePlan:
     steps_in_flight: int
     num_blocks: int | None
     max_logprobs: int
-    attention_backend: Literal["triton", "torch"]
+    attention_backend: AttentionName
     kv_cache_dtype: str
     batch_invariant: bool
     compile_mode: str

@@ -64,14 +64,8 @@ def resolve(
     vote = choose_runner(args, facts, env, choices, device=device)
     steps = choose_steps_in_flight(args, vote, choices)
     chosen = choose_for_device(
-        args,
-        facts,
-        choices,
-        device=device,
-        runner=vote.runner,
-        dtype=dtype,
-        max_num_seqs=max_num_seqs,
-        max_num_batched_tokens=batched,
+        args, spec, facts, choices, device=device, runner=vote.runner, dtype=dtype,
+        max_model_len=max_model_len, max_num_seqs=max_num_seqs, max_num_batched_tokens=batched,
     )
     speculation, choices["speculation"] = _speculation(args, spec, drafter, vote.runner)
     choices["parallel"] = Choice(

@@ -13,6 +13,7 @@ from slipstream.config.device import DeviceFacts
 from slipstream.config.plan import EnginePlan
 from slipstream.config.resolve import DTYPES, resolve
 from slipstream.kernels.backend import INTERPRETED, triton
+from slipstream.kernels.flash_attention import installed_build
 from slipstream.layers.linear import planned_activations
 from slipstream.loading import read_spec
 from slipstream.loading.drafter_facts import read_drafter_facts
@@ -31,6 +32,7 @@ def device_facts() -> DeviceFacts:
             has_triton=triton is not None and not INTERPRETED,
             capability=(properties.major, properties.minor),
             cpu_activations=_cpu_activations(),
+            flash_lacks=installed_build(),
         )
     return DeviceFacts(
         kind="cpu",

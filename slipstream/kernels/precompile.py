@@ -29,6 +29,15 @@ log = logging.getLogger("slipstream.kernels")
 MOST_WORKERS = 16
 
 
+_listing = False
+
+
+def is_listing() -> bool:
+    """Whether launches are being listed instead of done: other libraries' kernels may not run either then,
+    where they read what ours would have written."""
+    return _listing
+
+
 def list_launches(run: Callable[[], object]) -> list[str]:
     """What run launches and is not compiled yet, once each. No kernel is launched at all, so nothing in run
     may depend on a kernel's result, not even on its being a valid index."""
@@ -44,11 +53,13 @@ def list_launches(run: Callable[[], object]) -> list[str]:
     def only_look(kernel: Any, *args: Any, warmup: bool, **named: Any) -> Any:
         return launch(kernel, *args, warmup=True, **named)
 
+    global _listing
     before, runtime.jit_cache_hook = runtime.jit_cache_hook, note
-    function.run = only_look
+    function.run, _listing = only_look, True
     try:
         run()
     finally:
+        _listing = False
         function.run, runtime.jit_cache_hook = launch, before
     return list(found)
 

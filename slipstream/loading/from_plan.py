@@ -6,6 +6,7 @@ from collections.abc import Sequence
 
 import torch
 
+from slipstream.attention.paged_flash import PagedFlashAttention
 from slipstream.attention.paged_torch import PagedTorchAttention
 from slipstream.attention.paged_triton import PagedTritonAttention
 from slipstream.attention.protocol import AttentionBackend, LayerAttention
@@ -25,7 +26,7 @@ def load_planned(plan: EnginePlan, device: torch.device) -> Model:
         device=device,
         load_format=plan.args.load_format,
         seed=plan.args.seed,
-        fused=plan.attention_backend == "triton" and plan.compile_mode == "none",
+        fused=plan.attention_backend != "torch" and plan.compile_mode == "none",
         batch_invariant=plan.batch_invariant,
     )
     return model if plan.compile_mode == "none" else CompiledModel(model)
@@ -39,6 +40,15 @@ def make_attention(
     layers = (*model.attention, *more)
     if plan.attention_backend == "torch":
         return PagedTorchAttention(layers, plan.block_size, model.activation_dtype, device)
+    if plan.attention_backend == "flash":
+        return PagedFlashAttention(
+            layers,
+            plan.block_size,
+            model.activation_dtype,
+            device,
+            max_lanes=plan.max_num_seqs,
+            max_len=plan.max_model_len,
+        )
     float8, stored = plan.kv_cache_dtype == "fp8", plan.args.load_format != "dummy"
     scales = read_kv_scales(plan.args.model, plan.spec.num_layers) if float8 and stored else ()
     return PagedTritonAttention(

@@ -138,7 +138,7 @@ def test_compilation_is_asked_for_as_json_or_as_a_mapping(config: Any) -> None:
         (CPU, {"attention_backend": "triton"}, "--attention-backend=triton.* a CPU"),
         (H200, {"attention_backend": "triton", "device": "cpu"}, "--attention-backend=triton.* a CPU"),
         (BARE_CUDA, {"attention_backend": "triton"}, "--attention-backend=triton.*not installed"),
-        (H200, {"attention_backend": "flash"}, "--attention-backend='flash'.*auto, triton, torch"),
+        (H200, {"attention_backend": "xla"}, "--attention-backend='xla'.*auto, triton, flash, torch"),
         (CPU, {"kv_cache_dtype": "fp8"}, "--kv-cache-dtype=fp8"),
         (BARE_CUDA, {"kv_cache_dtype": "fp8"}, "--kv-cache-dtype=fp8"),
         (A100, {"kv_cache_dtype": "fp8"}, "A100 has 8.0"),
