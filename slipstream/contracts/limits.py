@@ -80,6 +80,7 @@ NUMBERS: tuple[Number, ...] = (
 SERVER_NUMBERS: tuple[Number, ...] = (
     Number("top_logprobs", True, 0, 2**31 - 1, optional=True),
     Number("max_completion_tokens", True, 0, 2**31 - 1, optional=True),
+    Number("max_output_tokens", True, 1, 2**31 - 1, optional=True),
     Number("best_of", True, 1, MAX_N, optional=True),
     Number("priority", True, -(2**31), 2**31 - 1, optional=True),
 )

@@ -12,13 +12,15 @@ from typing_extensions import TypedDict
 from slipstream.config.explanation import VLLM_KEY
 from slipstream.observe.log import get_logger
 from slipstream.observe.version import package_version
-from slipstream.server import chat, completions, pages, tokenize
+from slipstream.server import chat, completions, embeddings, pages, responses, tokenize
 from slipstream.server.context import Context, Engine, Render
 from slipstream.server.errors import ErrorBody, error_body, install
 from slipstream.server.guards import install_guards
 from slipstream.server.metrics import Metrics
 from slipstream.server.options import ServerOptions
+from slipstream.server.request_log import log_request
 from slipstream.server.streams import ClientGone, json_answer
+from slipstream.server.tracing import Spans, TraceParent
 
 if TYPE_CHECKING:
     from slipstream.text.tokenizer import Tokenizer
@@ -59,7 +61,9 @@ def build_app(
     model: the name that clients use. tokenizer: None where clients send and get ids only. render: the chat
     template, None where the model has none.
     """
-    metrics = Metrics(model, lambda: engine.stats, engine.info)
+    spans = None if options.otlp_traces_endpoint is None else Spans(options.otlp_traces_endpoint, model)
+    listeners = [log_request] * options.enable_log_requests + ([] if spans is None else [spans.ended])
+    metrics = Metrics(model, lambda: engine.stats, engine.info, listeners)
     max_chars = 0 if tokenizer is None else engine.info.limits.max_model_len * _longest_token(tokenizer)
     context = Context(engine, model, metrics, options, tokenizer, render, max_chars)
 
@@ -67,6 +71,8 @@ def build_app(
     async def lifespan(_app: FastAPI) -> AsyncIterator[None]:
         yield
         engine.shutdown()
+        if spans is not None:
+            spans.close()
 
     app = FastAPI(
         title="Slipstream",
@@ -81,11 +87,15 @@ def build_app(
         _plain_routes(context),
         completions.router(context),
         chat.router(context),
+        responses.router(context),
+        embeddings.router(context),
         tokenize.router(context),
         pages.router(context),
     ):
         app.include_router(routes)
     app.state.max_request_bytes = options.max_request_bytes
+    if spans is not None:
+        app.add_middleware(TraceParent)
     install_guards(app, options)
     return app
 

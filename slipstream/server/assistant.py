@@ -42,16 +42,31 @@ class CallDelta(TypedDict):
     function: FunctionDelta
 
 
+@dataclass(frozen=True, slots=True)
+class Thoughts:
+    text: str
+
+
+Part = Thoughts | str | CallDelta  # a plain string is content
+
+
 @dataclass(slots=True)
 class Said:
-    """A piece of what one choice says."""
+    """A piece of what one choice says: its parts in their order."""
 
-    thoughts: str = ""
-    content: str = ""
-    calls: list[CallDelta] = field(default_factory=list)
+    parts: list[Part] = field(default_factory=list)
 
-    def __bool__(self) -> bool:
-        return bool(self.thoughts or self.content or self.calls)
+    @property
+    def thoughts(self) -> str:
+        return "".join(part.text for part in self.parts if isinstance(part, Thoughts))
+
+    @property
+    def content(self) -> str:
+        return "".join(part for part in self.parts if isinstance(part, str))
+
+    @property
+    def calls(self) -> list[CallDelta]:
+        return [part for part in self.parts if isinstance(part, dict)]
 
 
 class Assistant:
@@ -85,35 +100,40 @@ class Assistant:
                 last_thoughts, last = self._thinker.end()
                 thoughts, rest = thoughts + last_thoughts, rest + last
         self.thoughts += thoughts
-        said = Said(thoughts)
+        said = Said([Thoughts(thoughts)] if thoughts else [])
         if self._parser is None:
-            said.content = rest
+            said.parts += [rest] if rest else []
             return said
         events = self._parser.feed(rest)
         if ended:
             events += self._parser.end(cut=finish_reason == "length")
         for event in events:
-            self._add(said, event)
+            self._add(said.parts, event)
         return said
 
     def finish(self, reason: str | None) -> str | None:
         """OpenAI's word for the reason: a finished answer that calls tools ended for them."""
         return "tool_calls" if reason == "stop" and self.called else reason
 
-    def _add(self, said: Said, event: Event) -> None:
+    def _add(self, parts: list[Part], event: Event) -> None:
         if isinstance(event, CallStart):
             self._skipping = self.called and not self._parallel
             if not self._skipping:
                 self._num_calls += 1
-                function: FunctionDelta = {"name": event.name, "arguments": ""}
-                call: CallDelta = {"index": self._num_calls - 1, "function": function}
-                said.calls.append({**call, "id": self._call_id(), "type": "function"})
+                parts.append(
+                    {
+                        "index": self._num_calls - 1,
+                        "id": self._call_id(),
+                        "type": "function",
+                        "function": {"name": event.name, "arguments": ""},
+                    }
+                )
         elif not isinstance(event, Arguments):
-            said.content += event
+            parts.append(event)
         elif not self._skipping:
-            if not said.calls:
-                said.calls.append({"index": self._num_calls - 1, "function": {"arguments": ""}})
-            said.calls[-1]["function"]["arguments"] += event.text
+            if not (parts and isinstance(parts[-1], dict)):
+                parts.append({"index": self._num_calls - 1, "function": {"arguments": ""}})
+            parts[-1]["function"]["arguments"] += event.text  # type: ignore[index]
 
     def _call_id(self) -> str:
         if self._short_ids:

@@ -50,7 +50,7 @@ def router(context: Context) -> APIRouter:
             context.options, body.tools or (), body.tool_choice, body.parallel_tool_calls is not False
         )
         prompt = await encode_chat(context, body.messages, body, bool(body.add_special_tokens), tools)
-        name = context.name("chatcmpl", body, request)
+        name = context.name("chatcmpl-", body, request)
         build = _Builder(context, body, name, prompt, tools)
         outputs = context.run(name, body, [prompt], with_tools(params, tools))
         if body.stream:

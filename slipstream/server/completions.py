@@ -39,7 +39,7 @@ def router(context: Context) -> APIRouter:
         context.check_model(body.model)
         params = body.params()
         inputs = await _inputs(context, body, params)
-        name = context.name("cmpl", body, request)
+        name = context.name("cmpl-", body, request)
         build = _Builder(context, body, name, inputs)
         outputs = context.run(name, body, inputs, params)
         if body.stream:

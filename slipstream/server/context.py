@@ -30,7 +30,7 @@ if TYPE_CHECKING:
     from slipstream.engine.input_processor import TokensPrompt
     from slipstream.engine.look import Look
     from slipstream.engine.outputs import RequestOutput
-    from slipstream.server.schema import GenerateBody
+    from slipstream.server.schema import SamplingBody
     from slipstream.text.tokenizer import Tokenizer
 
 MAX_ID = 256
@@ -119,13 +119,13 @@ class Context:
             raise BadRequest(field, "text", "must be token ids: this server runs with --skip-tokenizer-init")
         return self.tokenizer
 
-    def name(self, prefix: str, body: GenerateBody, request: Request) -> str:
+    def name(self, prefix: str, body: SamplingBody, request: Request) -> str:
         """The answer's id: the client's own (body, then X-Request-Id) or one of ours, after the prefix.
         Raises BadRequest for a header that is too long."""
         header = request.headers.get("x-request-id")
         if header is not None and not 0 < len(header) <= MAX_ID:
             raise BadRequest("x-request-id", header, f"must be 1 to {MAX_ID} characters")
-        return f"{prefix}-{body.request_id or header or uuid.uuid4().hex}"
+        return f"{prefix}{body.request_id or header or uuid.uuid4().hex}"
 
     def thinker(self, prompt: str) -> ThinkParser | None:
         """A reader of thoughts for an answer to this prompt, None without --reasoning-parser."""
@@ -151,7 +151,7 @@ class Context:
         return await asyncio.to_thread(tokenizer.encode, text, add_special_tokens=add_special_tokens)
 
     async def run(
-        self, name: str, body: GenerateBody, inputs: Sequence[Input], params: SamplingParams
+        self, name: str, body: SamplingBody, inputs: Sequence[Input], params: SamplingParams
     ) -> AsyncGenerator[tuple[int, RequestOutput], None]:
         """Outputs of all prompts as they come, each with its prompt's index. Closing the iterator aborts
         what runs.
@@ -171,7 +171,7 @@ class Context:
                 yield item
 
     async def _run_one(
-        self, request_id: str, prompt: Input, params: SamplingParams, body: GenerateBody
+        self, request_id: str, prompt: Input, params: SamplingParams, body: SamplingBody
     ) -> AsyncGenerator[RequestOutput, None]:
         tokens: TokensPrompt = {"prompt_token_ids": prompt.token_ids}
         if body.cache_salt is not None:
@@ -179,7 +179,7 @@ class Context:
         outputs = self.engine.generate(
             tokens, params, request_id, body.priority or 0, self.options.max_queue_seconds
         )
-        with self.metrics.request(len(prompt.token_ids), params) as meter:
+        with self.metrics.request(request_id, len(prompt.token_ids), params) as meter:
             async with aclosing(outputs):
                 async for output in outputs:
                     meter.observe(output)

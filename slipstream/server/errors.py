@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import re
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -33,6 +34,9 @@ _LIMITS |= {
     "response_format.type": 'must be "text": structured output is not supported',
 }
 _TYPES = {401: "authentication_error", 404: "not_found_error", 429: "rate_limit_error"}
+
+# pydantic names the member of a union that it tried as if it were a field.
+_A_TYPE = re.compile(r"(str|int|float|bool|NoneType)$|(list|dict|constrained-str)\b|literal\[")
 
 
 class ErrorDetail(TypedDict):
@@ -132,7 +136,7 @@ def from_validation(errors: Sequence[Mapping[str, Any]]) -> BadRequest:
     """The first schema violation as a BadRequest: the path of the field, its value, and the rule of
     limits.py."""
     first = errors[0]
-    path = [str(part)[:80] for part in first["loc"][1:]]
+    path = [str(part)[:80] for part in first["loc"][1:] if not _A_TYPE.match(str(part))]
     whole = ".".join(path)
     field = path[0] if path and path[0] in _LIMITS and whole not in _LIMITS else whole or "body"
     if first["type"] == "extra_forbidden":

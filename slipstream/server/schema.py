@@ -66,11 +66,9 @@ class Harmless(BaseModel):
     prompt_cache_retention: str | None = None
 
 
-class GenerateBody(Body, Harmless):
-    """What completions and chat share. null always means the default."""
+class SamplingBody(Body, Harmless):
+    """What every endpoint that generates takes. null always means the default."""
 
-    n: int | None = number("n")
-    max_tokens: int | None = number("max_tokens")
     min_tokens: int | None = number("min_tokens")
     temperature: float | None = number("temperature")
     top_p: float | None = number("top_p")
@@ -89,28 +87,39 @@ class GenerateBody(Body, Harmless):
     spaces_between_special_tokens: bool | None = None
     logit_bias: dict[str, float] | None = Field(None, description="token id (as a string) to bias")
     allowed_token_ids: Ids | None = None
-    prompt_logprobs: int | None = number("prompt_logprobs")
     stream: bool | None = None
-    stream_options: StreamOptions | None = None
-    echo: bool | None = None
-    add_special_tokens: bool | None = None
     priority: int | None = number("priority")
     request_id: str | None = Field(None, min_length=1, max_length=256)
     cache_salt: str | None = Field(None, min_length=1, max_length=256)
-    return_token_ids: bool | None = None
 
     def sampling(self, **changes: Any) -> SamplingParams:
         """The sampler's parameters: fields of the same name, then changes. Raises BadRequest."""
-        given = {name: getattr(self, name) for name in _SHARED if getattr(self, name) is not None}
+        given = {name: getattr(self, name) for name in _SHARED if getattr(self, name, None) is not None}
         if self.logit_bias is not None:
             given["logit_bias"] = {_token_id(key): bias for key, bias in self.logit_bias.items()}
         return SamplingParams(**(given | changes))
 
-    def check_options(self) -> None:
-        """Ranges of the server's own fields, and options that contradict each other. Raises BadRequest."""
+    def check_numbers(self) -> None:
+        """Ranges of the server's own fields. Raises BadRequest."""
         for rule in SERVER_NUMBERS:
             if rule.field in type(self).model_fields:
                 rule.check(getattr(self, rule.field))
+
+
+class GenerateBody(SamplingBody):
+    """What completions and chat share."""
+
+    n: int | None = number("n")
+    max_tokens: int | None = number("max_tokens")
+    prompt_logprobs: int | None = number("prompt_logprobs")
+    stream_options: StreamOptions | None = None
+    echo: bool | None = None
+    add_special_tokens: bool | None = None
+    return_token_ids: bool | None = None
+
+    def check_options(self) -> None:
+        """Ranges, and options that contradict each other. Raises BadRequest."""
+        self.check_numbers()
         if self.stream_options is not None and not self.stream:
             raise BadRequest("stream_options", self.stream_options.model_dump(), "needs stream=true")
         if self.stream and self.prompt_logprobs is not None:

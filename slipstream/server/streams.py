@@ -130,3 +130,12 @@ class EventStream(StreamingResponse):
             log.error("stream failed", request=name, error=repr(error))
             yield event(describe(error)[1])
         yield DONE
+
+
+class NamedEventStream(EventStream):
+    """Events with a line for their type. There is no [DONE], and the events themselves tell of errors."""
+
+    @staticmethod
+    async def _framed(name: str, events: AsyncIterator[Any]) -> AsyncIterator[bytes]:
+        async for data in events:
+            yield b"event: " + data["type"].encode() + b"\n" + event(data)

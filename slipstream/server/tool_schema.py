@@ -62,12 +62,18 @@ class ToolCall(_Strict):
     def turn(self, field: str) -> dict[str, Any]:
         """As chat templates take it: with the arguments as an object. Raises BadRequest that names the
         field."""
-        try:
-            arguments = json.loads(self.function.arguments or "{}")
-        except ValueError:
-            arguments = None
-        if not isinstance(arguments, dict):
-            path = f"{field}.function.arguments"
-            raise BadRequest(path, self.function.arguments, "must be the text of a JSON object")
+        arguments = parse_arguments(f"{field}.function.arguments", self.function.arguments)
         function = {"name": self.function.name, "arguments": arguments}
         return {"id": self.id, "type": "function", "function": function}
+
+
+def parse_arguments(field: str, text: str) -> dict[str, Any]:
+    """The object that a call's arguments are the text of; empty text is an empty one. Raises BadRequest that
+    names the field."""
+    try:
+        arguments = json.loads(text or "{}")
+    except ValueError:
+        arguments = None
+    if not isinstance(arguments, dict):
+        raise BadRequest(field, text, "must be the text of a JSON object")
+    return arguments
