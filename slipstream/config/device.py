@@ -136,8 +136,8 @@ def _attention_backend(
         chosen, reason = "triton" if asked == "triton" else "torch", "asked for"
     elif chosen == "triton":
         reason = "the default on cuda: reads lengths and blocks on the device, so that graphs can hold it"
-        if facts.flash_lacks is not None and facts.capability[0] == HOPPER:
-            reason += "; FlashAttention 3 is installed: `flash` takes it for prefill"
+        if facts.capability[0] == HOPPER:
+            reason += "; `flash` would take FlashAttention 3 for prefill, where fa3-fwd is installed"
     else:
         reason = f"paged attention in torch operations: Triton does not run on {lacking}"
     choices["attention_backend"] = Choice(value=chosen, reason=reason, flag="--attention-backend")
