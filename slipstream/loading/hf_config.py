@@ -34,6 +34,16 @@ def read_hf_spec(folder: Path) -> ModelSpec:
     config = read_json(file)
     generation_file = folder / "generation_config.json"
     generation = read_json(generation_file) if generation_file.exists() else {}
+    return _checked_spec(file, config, generation)
+
+
+def read_layer_spec(file: Path, config: Config) -> ModelSpec:
+    """Of a drafter whose layers are Llama's, whatever its config calls the whole. file: for the text of a
+    ValueError, which names the field too."""
+    return _checked_spec(file, {**config, "architectures": ["LlamaForCausalLM"]}, {})
+
+
+def _checked_spec(file: Path, config: Config, generation: Config) -> ModelSpec:
     try:
         return _spec(config, generation)
     except KeyError as missing:

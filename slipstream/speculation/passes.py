@@ -1,0 +1,104 @@
+"""What drafters with layers of their own share: attention in their part of the pool, and one more token a
+lane, some times after a step.
+
+Legend: T tokens of the step, L lanes, P passes, H hidden size, K drafts.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+
+from slipstream.attention.protocol import Attend, AttentionBatch, HeadPrep
+from slipstream.kernels.draft_choice import DraftNoise
+from slipstream.kernels.draft_lanes import DraftLanes, draft_lanes
+from slipstream.speculation.protocol import DraftStep
+
+Tensor = torch.Tensor
+
+
+class ShiftedAttend:
+    """A step's attention, layer numbers counted from `first`."""
+
+    def __init__(self, attend: Attend, first: int) -> None:
+        self._attend, self._first = attend, first
+
+    def __call__(self, layer: int, q_THD: Tensor, k_TGD: Tensor, v_TGD: Tensor) -> Tensor:
+        return self._attend(self._first + layer, q_THD, k_TGD, v_TGD)
+
+    def from_qkv(self, layer: int, qkv_TXD: Tensor, prep: HeadPrep) -> Tensor:
+        """See AttendQkv, which the attention is where a drafter's maths ask for it."""
+        out_THD: Tensor = self._attend.from_qkv(self._first + layer, qkv_TXD, prep)  # type: ignore[attr-defined]
+        return out_THD
+
+
+def attend_step(step: DraftStep, first: int) -> Attend:
+    """Attention over the step's own tokens."""
+    return ShiftedAttend(step.attention.bind(step.batch), first)
+
+
+def newest_hidden(step: DraftStep, hidden_TH: Tensor) -> Tensor:
+    """[L, H]: of the tokens that gave the lanes' newest ones. The clamp is for trials that compute nothing
+    (kernels/precompile.py)."""
+    return hidden_TH.index_select(0, step.source_L.clamp(0, len(hidden_TH) - 1))
+
+
+@dataclass(frozen=True, slots=True)
+class LanePasses:
+    """Pass p computes a token of each lane that gained some, at position length - 1 + p of its row."""
+
+    step: DraftStep
+    lanes: DraftLanes
+    first: int
+
+    def attend(self, number: int) -> Attend:
+        """Attention over the tokens of pass `number`."""
+        step, lanes = self.step, self.lanes
+        count = len(step.inputs.row_L)
+        batch = AttentionBatch(
+            query_start_L1=torch.arange(count + 1, dtype=torch.int32, device=step.inputs.row_L.device),
+            length_L=lanes.length_PL[number],
+            position_T=lanes.position_PL[number],
+            slot_T=lanes.slot_PL[number],
+            row_L=step.inputs.row_L,
+            blocks_RB=step.columns["blocks"],
+            query_len_L=np.ones(count, np.int32),
+            length_bound_L=self._bounds(count, number),
+            num_decode_lanes=count,
+        )
+        return ShiftedAttend(step.attention.bind(batch), self.first)
+
+    def _bounds(self, count: int, number: int) -> np.ndarray:
+        """For eager attention, host bounds of the lanes' lengths in this pass."""
+        step = self.step
+        before = step.batch.length_bound_L if len(step.batch.length_bound_L) == count else step.length_bound
+        room = step.columns["blocks"].shape[1] * step.block_size
+        return np.minimum(np.full(count, before, np.int32) + number + 1, room)
+
+    def noise(self, number: int) -> DraftNoise:
+        """The sampler's noise at the position after pass `number`'s token."""
+        columns = self.step.columns
+        return DraftNoise(
+            self.step.inputs.row_L,
+            self.lanes.length_PL[number],
+            columns["temperature"],
+            columns["seed_lo"],
+            columns["seed_hi"],
+        )
+
+
+def lane_passes(step: DraftStep, *, passes: int, most: int, first: int) -> LanePasses:
+    """most: positions that the drafter is made for; first: the number of its first layer."""
+    lanes = draft_lanes(
+        step.inputs.row_L, step.appended_L, step.columns,
+        passes=passes, drafts=passes, most=most, block_size=step.block_size,
+    )  # fmt: skip
+    return LanePasses(step, lanes, first)
+
+
+def empty_drafts(step: DraftStep, drafts: int) -> Tensor:
+    """int32 [L, K], to be filled."""
+    lanes = step.inputs.row_L
+    return torch.empty(len(lanes), drafts, dtype=torch.int32, device=lanes.device)
