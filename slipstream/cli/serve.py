@@ -9,6 +9,7 @@ from dataclasses import fields
 from typing import Any
 
 from slipstream.cli.flags import add_engine_flags, engine_args, integer
+from slipstream.observe.log import FORMATTERS
 from slipstream.text.parsers.registry import REASONING_PARSERS, TOOL_PARSERS
 
 LEVELS = ("critical", "error", "warning", "info", "debug")
@@ -31,6 +32,7 @@ def add_server_flags(parser: argparse.ArgumentParser) -> None:
     """Where and how to listen, who may ask and how much, how answers are read: nothing that the engine's plan
     depends on."""
     _add_listening(parser.add_argument_group("server"))
+    _add_seeing(parser.add_argument_group("logs and traces"))
     _add_limits(parser.add_argument_group("limits of the server"))
     _add_tls_and_cors(parser.add_argument_group("TLS and CORS"))
     group = parser.add_argument_group("tools and reasoning")
@@ -70,6 +72,19 @@ def _add_listening(group: argparse._ArgumentGroup) -> None:
         help="of the HTTP server's log (default: %(default)s)",
     )
     group.add_argument("--disable-uvicorn-access-log", action="store_true", help="no line for each request")
+
+
+def _add_seeing(group: argparse._ArgumentGroup) -> None:
+    group.add_argument(
+        "--log-format", choices=FORMATTERS, default="text", help="of all logs (default: %(default)s)"
+    )
+    group.add_argument(
+        "--enable-log-requests", action="store_true", help="log each request's counts and times as it ends"
+    )
+    group.add_argument(
+        "--otlp-traces-endpoint", metavar="URL",
+        help="send a span of each request there; needs OpenTelemetry (slipstream[otel])",
+    )
 
 
 def _add_limits(group: argparse._ArgumentGroup) -> None:
@@ -140,6 +155,7 @@ def run(options: argparse.Namespace) -> int:
             host=options.host,
             port=options.port,
             log_level=options.log_level,
+            log_format=options.log_format,
             uvicorn_log_level=options.uvicorn_log_level,
             access_log=not options.disable_uvicorn_access_log,
             shutdown_timeout=options.shutdown_timeout,

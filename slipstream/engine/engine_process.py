@@ -77,7 +77,7 @@ def main() -> int:
     start = _receive_start(parent)
     threading.Thread(target=_end_with, args=(parent, Path(start.folder)), daemon=True).start()
     if start.log_level is not None:
-        setup(start.log_level)
+        setup(start.log_level, start.log_format)
     context = zmq.Context()
     inbox, outbox = context.socket(zmq.PULL), context.socket(zmq.PUSH)
     for end in (inbox, outbox):

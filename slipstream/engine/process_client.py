@@ -20,7 +20,7 @@ from slipstream.contracts.request import EngineRequest
 from slipstream.engine import wire
 from slipstream.engine.client import EngineInfo
 from slipstream.engine.engine_process import LENGTH
-from slipstream.observe.log import ROOT
+from slipstream.observe.log import ROOT, current_format
 
 _LAST_WORDS_MS = 300  # a message may still be on its way when the process has ended
 _CLOSE_SECONDS = 20.0  # for the steps in flight and the trace
@@ -53,7 +53,7 @@ class ProcessClient:
         self._outputs = wire.decoder(EngineOutputs)
         self._closed = False
         try:
-            start = wire.encode(wire.Start(args, self._folder.name, _log_level()))
+            start = wire.encode(wire.Start(args, self._folder.name, _log_level(), current_format()))
             self._lifeline.sendall(LENGTH.pack(len(start)) + start)
             self.info = self._wait_until_ready()
         except BaseException:

@@ -24,11 +24,13 @@ FAILED = b"failed"  # Failure, then nothing more
 
 @dataclass(frozen=True, slots=True)
 class Start:
-    """What an engine process is told first. folder: where the sockets are; log_level: None is silent."""
+    """What an engine process is told first. folder: where the sockets are; log_level: None is silent;
+    log_format: one of observe.log's."""
 
     args: EngineArgs
     folder: str
     log_level: str | None
+    log_format: str
 
 
 @dataclass(frozen=True, slots=True)

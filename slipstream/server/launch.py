@@ -12,10 +12,10 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 
 import uvicorn
-from uvicorn.config import SSL_PROTOCOL_VERSION, create_ssl_context
+from uvicorn.config import LOGGING_CONFIG, SSL_PROTOCOL_VERSION, create_ssl_context
 
 from slipstream.config.args import EngineArgs
-from slipstream.observe.log import get_logger, setup
+from slipstream.observe.log import get_logger, setup, uvicorn_config
 from slipstream.server.app import build_app
 from slipstream.server.options import ServerOptions
 
@@ -60,6 +60,7 @@ class ServeOptions:
     host: str = "127.0.0.1"
     port: int = 8000
     log_level: str = "info"
+    log_format: str = "text"
     uvicorn_log_level: str = "info"
     access_log: bool = True
     shutdown_timeout: int = 30
@@ -101,7 +102,7 @@ def serve(args: EngineArgs, options: ServeOptions) -> None:
     from slipstream.engine.async_llm import AsyncLLM
     from slipstream.text.chat_template import load_chat_template
 
-    setup(options.log_level)
+    setup(options.log_level, options.log_format)
     if options.shutdown_timeout < 0:
         raise ValueError(f"--shutdown-timeout={options.shutdown_timeout}: must be at least 0")
     scheme = "https" if options.tls.check() else "http"
@@ -119,10 +120,11 @@ def serve(args: EngineArgs, options: ServeOptions) -> None:
             url = f"{scheme}://{host}:{port}"
             log.info("ready", url=url, model=model, seconds=time.monotonic() - begin)
 
-        tls = options.tls
+        tls, level = options.tls, options.uvicorn_log_level
         config = uvicorn.Config(
             app,
-            log_level=options.uvicorn_log_level,
+            log_level=level,
+            log_config=LOGGING_CONFIG if options.log_format == "text" else uvicorn_config(level),
             access_log=options.access_log,
             timeout_graceful_shutdown=options.shutdown_timeout + LAST_WORDS_SECONDS,
             ssl_certfile=tls.certfile,

@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+from slipstream.server.tracing import check_tracing
+
 ANY = ("*",)
 
 
@@ -16,7 +18,8 @@ class ServerOptions:
     making at once, more are refused with 429; 0: no limit. max_queue_seconds: how long a request may wait for
     a row before it is refused with 503; None: for ever. max_request_bytes: of a body. allowed_* and
     allow_credentials: CORS, as vLLM has it. tool_call_parser, reasoning_parser: how text is read;
-    enable_auto_tool_choice: the model may call tools when it likes.
+    enable_auto_tool_choice: the model may call tools when it likes. enable_log_requests: a line for each
+    request that ended. otlp_traces_endpoint: where a span of each request is sent.
     """
 
     api_keys: Sequence[str] = ()
@@ -30,6 +33,8 @@ class ServerOptions:
     tool_call_parser: str | None = None
     enable_auto_tool_choice: bool = False
     reasoning_parser: str | None = None
+    enable_log_requests: bool = False
+    otlp_traces_endpoint: str | None = None
 
     def __post_init__(self) -> None:
         if not all(self.api_keys):
@@ -42,3 +47,5 @@ class ServerOptions:
             raise ValueError(f"--max-request-bytes={self.max_request_bytes}: must be at least 1")
         if self.enable_auto_tool_choice and self.tool_call_parser is None:
             raise ValueError("--enable-auto-tool-choice: needs --tool-call-parser")
+        if self.otlp_traces_endpoint is not None:
+            check_tracing(self.otlp_traces_endpoint)
