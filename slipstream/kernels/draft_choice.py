@@ -44,8 +44,8 @@ PIECE = 4096
 
 @dataclass(frozen=True, slots=True)
 class DraftNoise:
-    """The sampler's noise. row_L: int64; position_L: int32, of the draft. temperature_R: float32, 0 for greedy
-    rows; seed_lo_R, seed_hi_R: int32; the three of one stride."""
+    """The sampler's noise. row_L: int64; position_L: int32, of the draft. temperature_R: float32, 0 for
+    greedy rows; seed_lo_R, seed_hi_R: int32; the three of one stride."""
 
     row_L: Tensor
     position_L: Tensor

@@ -31,8 +31,8 @@ TOKENS_AT_ONCE = 32
 class DraftLanes:
     """position_PL, slot_PL: int64, of the token that a lane computes in each pass; length_PL: int32, its KV
     positions with that token, hence the position of the draft that follows. Where there is nothing to
-    compute: position and slot 0, length 1. token_L: int64, the newest token of the row; count_L: int32, drafts
-    that it has room for: both 0 for lanes that gained no token or are dead."""
+    compute: position and slot 0, length 1. token_L: int64, the newest token of the row; count_L: int32,
+    drafts that it has room for: both 0 for lanes that gained no token or are dead."""
 
     position_PL: Tensor
     slot_PL: Tensor

@@ -28,7 +28,9 @@ class DrafterFiles:
 
     Raises ValueError that names the folder and the tensor or field."""
 
-    def __init__(self, folder: Path, rename: Callable[[str], str], *, dummy: bool = False, seed: int = 0):
+    def __init__(
+        self, folder: Path, rename: Callable[[str], str], *, dummy: bool = False, seed: int = 0
+    ) -> None:
         self.folder = folder
         self.config: Config = read_json(folder / "config.json")
         self.dummy = dummy

@@ -7,11 +7,12 @@ Legend: T tokens of the step, L lanes, P passes, H hidden size, K drafts.
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import cast
 
 import numpy as np
 import torch
 
-from slipstream.attention.protocol import Attend, AttentionBatch, HeadPrep
+from slipstream.attention.protocol import Attend, AttendQkv, AttentionBatch, HeadPrep
 from slipstream.kernels.draft_choice import DraftNoise
 from slipstream.kernels.draft_lanes import DraftLanes, draft_lanes
 from slipstream.speculation.protocol import DraftStep
@@ -30,8 +31,7 @@ class ShiftedAttend:
 
     def from_qkv(self, layer: int, qkv_TXD: Tensor, prep: HeadPrep) -> Tensor:
         """See AttendQkv, which the attention is where a drafter's maths ask for it."""
-        out_THD: Tensor = self._attend.from_qkv(self._first + layer, qkv_TXD, prep)  # type: ignore[attr-defined]
-        return out_THD
+        return cast(AttendQkv, self._attend).from_qkv(self._first + layer, qkv_TXD, prep)
 
 
 def attend_step(step: DraftStep, first: int) -> Attend:
