@@ -215,7 +215,7 @@ def _decode_group(
 
 def _prefill_lanes(batch: AttentionBatch, block_size: int) -> list[PrefillLane]:
     lanes = []
-    start = batch.num_decode_lanes
+    start = int(batch.query_len_L[: batch.num_decode_lanes].sum())
     for lane in range(batch.num_decode_lanes, len(batch.query_len_L)):
         tokens = slice(start, start := start + int(batch.query_len_L[lane]))
         length = int(batch.length_bound_L[lane])
