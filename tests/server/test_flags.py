@@ -97,6 +97,7 @@ def test_what_is_no_whole_number_is_refused(text: str) -> None:
         ([], "COMMAND"),
         (["bench"], "BENCHMARK"),
         (["serve", "m", "--log-level", "loud"], "--log-level"),
+        (["serve", "m", "--log-format", "xml"], "--log-format"),
     ],
 )
 def test_wrong_flags_are_named(argv: list[str], words: str, capsys: pytest.CaptureFixture[str]) -> None:

@@ -186,6 +186,7 @@ def test_flags_listed_as_without_effect_have_none(explain: Explain) -> None:
               "--max-concurrent-requests": "5", "--max-queue-seconds": "1.5", "--max-request-bytes": "1M",
               "--ssl-certfile": "c", "--ssl-keyfile": "k", "--ssl-keyfile-password": "p",
               "--ssl-ca-certs": "a",
+              "--log-format": "json", "--enable-log-requests": "", "--otlp-traces-endpoint": "http://c",
               "--ssl-cert-reqs": "2", "--ssl-ciphers": "x", "--allowed-origins": '["a"]',
               "--allowed-methods": '["GET"]', "--allowed-headers": '["a"]', "--allow-credentials": "",
               "--tool-call-parser": "hermes", "--enable-auto-tool-choice": "", "--reasoning-parser": "qwen3"}
