@@ -11,6 +11,7 @@ from pydantic import Tag as PydanticTag
 from slipstream.contracts.errors import BadRequest
 from slipstream.contracts.sampling_params import SamplingParams
 from slipstream.server.schema import (
+    MAX_TURNS,
     ONE_ERROR,
     Effort,
     Message,
@@ -22,6 +23,7 @@ from slipstream.server.schema import (
 )
 from slipstream.server.tool_schema import (
     CalledFunction,
+    FewTools,
     Function,
     Name,
     NamedChoice,
@@ -149,16 +151,16 @@ class ResponseStreamOptions(BaseModel):
 class ResponseBody(SamplingBody, TemplateOptions):
     """POST /v1/responses."""
 
-    input: Annotated[list[Item], ONE_ERROR, Field(min_length=1), BeforeValidator(_as_items)] = Field(
-        description="a text, or items: messages, function calls and their outputs, reasoning"
-    )
+    input: Annotated[
+        list[Item], ONE_ERROR, Field(min_length=1, max_length=MAX_TURNS), BeforeValidator(_as_items)
+    ] = Field(description="a text, or items: messages, function calls and their outputs, reasoning")
     instructions: str | None = None
     max_output_tokens: int | None = number("max_output_tokens")
     top_logprobs: int | None = number("top_logprobs")
     include: list[Literal["message.output_text.logprobs", "reasoning.encrypted_content"]] | None = Field(
         None, description="reasoning is never encrypted, so there is nothing to add for it"
     )
-    tools: Annotated[list[ResponseTool], ONE_ERROR] | None = None
+    tools: Annotated[list[ResponseTool], ONE_ERROR, FewTools] | None = None
     tool_choice: Literal["none", "auto", "required"] | ResponseNamedTool | None = None
     parallel_tool_calls: bool | None = None
     reasoning: ReasoningOptions | None = None

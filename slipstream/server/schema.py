@@ -11,7 +11,7 @@ from pydantic import BaseModel, ConfigDict, FailFast, Field
 from slipstream.contracts.errors import BadRequest
 from slipstream.contracts.limits import NUMBERS, SERVER_NUMBERS, Number
 from slipstream.contracts.sampling_params import SamplingParams
-from slipstream.server.tool_schema import Tool, ToolCall, ToolChoice
+from slipstream.server.tool_schema import FewTools, Tool, ToolCall, ToolChoice
 
 _RULES = {rule.field: rule for rule in NUMBERS + SERVER_NUMBERS}
 
@@ -25,6 +25,7 @@ class _OneError(FailFast):
 
 
 ONE_ERROR = _OneError()
+MAX_TURNS = 4096  # of a conversation: they are rendered on the event loop
 Ids = Annotated[list[int], ONE_ERROR]
 Texts = Annotated[list[str], ONE_ERROR]
 Prompt = str | Texts | Ids | Annotated[list[Ids], ONE_ERROR]
@@ -235,7 +236,7 @@ class TemplateOptions(BaseModel):
             raise BadRequest("chat_template_kwargs", name, "must not set what the request's own fields set")
 
 
-Messages = Annotated[list[Message], ONE_ERROR, Field(min_length=1)]
+Messages = Annotated[list[Message], ONE_ERROR, Field(min_length=1, max_length=MAX_TURNS)]
 
 
 class ChatBody(GenerateBody, TemplateOptions):
@@ -246,7 +247,7 @@ class ChatBody(GenerateBody, TemplateOptions):
     logprobs: bool | None = None
     top_logprobs: int | None = number("top_logprobs")
     response_format: ResponseFormat | None = None
-    tools: Annotated[list[Tool], ONE_ERROR] | None = None
+    tools: Annotated[list[Tool], ONE_ERROR, FewTools] | None = None
     tool_choice: ToolChoice | None = None
     parallel_tool_calls: bool | None = None
     include_reasoning: bool | None = Field(None, description="false: reasoning_content is left out")

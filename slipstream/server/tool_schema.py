@@ -10,6 +10,7 @@ from pydantic import BaseModel, ConfigDict, Field
 from slipstream.contracts.errors import BadRequest
 
 MAX_TOOLS = 128
+FewTools = Field(max_length=MAX_TOOLS)
 # Markup around a name must not be part of it.
 Name = Annotated[str, Field(pattern=r"^[a-zA-Z0-9_.:/-]{1,128}$")]
 

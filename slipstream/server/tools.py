@@ -11,7 +11,7 @@ from typing import Any
 from slipstream.contracts.errors import BadRequest
 from slipstream.contracts.structured_outputs import StructuredOutputsParams
 from slipstream.server.options import ServerOptions
-from slipstream.server.tool_schema import MAX_TOOLS, NamedChoice, Tool, ToolChoice
+from slipstream.server.tool_schema import NamedChoice, Tool, ToolChoice
 from slipstream.text.parsers.forced import ForcedCallParser, ForcedListParser
 from slipstream.text.parsers.protocol import ToolParser
 from slipstream.text.parsers.registry import TOOL_PARSERS
@@ -51,8 +51,6 @@ def plan_tools(
 ) -> ToolUse:
     """Raises BadRequest for tools and choices that contradict each other or the server's flags."""
     names = [tool.function.name for tool in tools]
-    if len(tools) > MAX_TOOLS:
-        raise BadRequest("tools", len(tools), f"must be at most {MAX_TOOLS}")
     if len(set(names)) < len(names):
         raise BadRequest("tools", names, "must not have two of one name")
     if not tools:

@@ -34,6 +34,8 @@ SMALL = [
     "8",
 ]
 
+FUNCTION = {"type": "function", "function": {"name": "f", "parameters": {"type": "object"}}}
+
 
 @pytest.fixture(scope="module")
 def model(tiny_model: Callable[..., Path]) -> Path:
@@ -115,6 +117,10 @@ def test_serve_answers_the_official_client_under_its_name_and_keys(server: Serve
         {"prompt": "x" * 5_000_000},
         {"prompt": "hi", "logit_bias": dict.fromkeys(map(str, range(100_000)), 1)},
         {"prompt": "hi", "stop": ["x"] * 500_000},
+        {"messages": [{"role": "user", "content": "hi"}], "tools": [FUNCTION] * 50_000},
+        {"messages": [{"role": "user", "content": 5}] * 100_000},
+        {"input": [{"role": "user", "content": "hi"}] * 100_000},
+        {"input": [{"type": "reasoning", "content": []}, 5] * 100_000},
     ],
     ids=lambda body: ",".join(body),
 )
@@ -123,14 +129,17 @@ def test_what_is_far_too_large_leaves_memory_flat(server: Server, body: object) 
     once."""
     headers = {"Authorization": "Bearer one"}
     with httpx.Client(base_url=server.url, headers=headers, timeout=60) as client:
-        assert client.post("/v1/completions", json=body).status_code == 400
+        assert isinstance(body, dict)
+        paths = {"messages": "/v1/chat/completions", "input": "/v1/responses"}
+        path = next((paths[field] for field in body if field in paths), "/v1/completions")
+        assert client.post(path, json=body).status_code == 400
         before = server.memory()
         for number in range(8):
             if number % 2:
-                assert client.post("/v1/completions", json=body).status_code == 400
+                assert client.post(path, json=body).status_code == 400
             else:
                 with contextlib.suppress(httpx.TimeoutException):
-                    client.post("/v1/completions", json=body, timeout=0.02)
+                    client.post(path, json=body, timeout=0.02)
         assert wait_for(lambda: server.memory() < before + 48 * 2**20, 10), server.memory() - before
         assert client.post("/v1/completions", json={"prompt": "hi", "max_tokens": 2}).status_code == 200
 
