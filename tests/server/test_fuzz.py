@@ -21,9 +21,20 @@ from live import Live, wait_for
 from real import real_server
 from text_model import VOCAB, make_text_model
 
+from slipstream.server.options import ServerOptions
+
 EXAMPLES = int(os.environ.get("SLIPSTREAM_FUZZ_EXAMPLES", "200"))
-PATHS = ("/v1/completions", "/v1/chat/completions", "/tokenize", "/detokenize")
-SHARES = {"/v1/completions": 10, "/v1/chat/completions": 8, "/tokenize": 1, "/detokenize": 1}
+# The schema of each body, and how many of twenty bodies are for it.
+BODIES = {
+    "/v1/completions": ("CompletionBody", 7),
+    "/v1/chat/completions": ("ChatBody", 6),
+    "/v1/responses": ("ResponseBody", 4),
+    "/v1/embeddings": ("EmbeddingBody", 1),
+    "/tokenize": ("TokenizeBody", 1),
+    "/detokenize": ("DetokenizeBody", 1),
+}
+STREAMED = ("/v1/completions", "/v1/chat/completions", "/v1/responses")
+READ = ServerOptions(tool_call_parser="hermes", enable_auto_tool_choice=True, reasoning_parser="qwen3")
 EDGES = [
     0,
     1,
@@ -69,7 +80,13 @@ PLAIN: dict[str, list[dict[str, Any]]] = {
     "/v1/chat/completions": [
         {"messages": [HI]},
         {"messages": [HI, {"role": "assistant", "content": "oh"}, HI], "logprobs": True},
+        {"messages": [HI], "tools": [{"type": "function", "function": {"name": "f"}}], "tool_choice": "auto"},
     ],
+    "/v1/responses": [
+        {"input": "hi"},
+        {"input": [HI, {"type": "function_call", "call_id": "c", "name": "f", "arguments": "{}"}, HI]},
+    ],
+    "/v1/embeddings": [{"input": "hi"}],
     "/tokenize": [{"prompt": "hi", "messages": None}, {"messages": [HI], "prompt": None}],
     "/detokenize": [{"tokens": [5, 6]}],
 }
@@ -79,7 +96,7 @@ Schema = dict[str, Any]
 
 @pytest.fixture(scope="module")
 def real(tiny_model: Callable[..., Path]) -> Iterator[Live]:
-    with real_server(make_text_model(tiny_model), scheduling_policy="priority") as live:
+    with real_server(make_text_model(tiny_model), READ, scheduling_policy="priority") as live:
         yield live
 
 
@@ -107,9 +124,10 @@ def of_schema(schema: Schema, all_of: Schema) -> st.SearchStrategy[Any]:
     """Values that a schema allows, and near its bounds."""
     if "$ref" in schema:
         return of_schema(all_of[schema["$ref"].rsplit("/", 1)[1]], all_of)
-    if "anyOf" in schema:
+    if "anyOf" in schema or "oneOf" in schema:
         bounds = {key: schema[key] for key in ("minimum", "exclusiveMinimum", "maximum") if key in schema}
-        return st.one_of([of_schema(option | bounds, all_of) for option in schema["anyOf"]])
+        options = schema.get("anyOf") or schema["oneOf"]
+        return st.one_of([of_schema(option | bounds, all_of) for option in options])
     if "const" in schema or "enum" in schema:
         return st.sampled_from(schema.get("enum", [schema.get("const")]))
     kind = schema.get("type")
@@ -148,12 +166,7 @@ def of_object(schema: Schema, all_of: Schema) -> st.SearchStrategy[Any]:
 
 def bodies(path: str, all_of: Schema) -> st.SearchStrategy[str]:
     """JSON texts: fields by the schema, a few of them bent, and now and then the text itself."""
-    name = {
-        "/v1/completions": "CompletionBody",
-        "/v1/chat/completions": "ChatBody",
-        "/tokenize": "TokenizeBody",
-        "/detokenize": "DetokenizeBody",
-    }[path]
+    name, _ = BODIES[path]
     fields = sorted(all_of[name]["properties"])
 
     valid, bent = of_object(all_of[name], all_of), junk()
@@ -167,8 +180,9 @@ def bodies(path: str, all_of: Schema) -> st.SearchStrategy[str]:
             value[draw(st.sampled_from(fields) | st.sampled_from(TEXTS))] = draw(bent)
         if draw(st.integers(0, 9)):
             value.pop("model", None)
-        if path.startswith("/v1/") and draw(st.integers(0, 19)):
-            value.setdefault("max_tokens", draw(st.integers(0, 8)))
+        if path in STREAMED and draw(st.integers(0, 19)):
+            most = "max_output_tokens" if path == "/v1/responses" else "max_tokens"
+            value.setdefault(most, draw(st.integers(0, 8)))
         text = json.dumps(value)
         if draw(st.integers(0, 9)) == 0:
             cut = draw(st.integers(0, len(text)))
@@ -189,6 +203,13 @@ def check(path: str, body: str, answer: httpx.Response) -> None:
         error = answer.json()["error"]
         assert set(error) == {"message", "type", "param", "code"} and error["message"], error
         assert len(answer.content) < 4000
+    elif answer.headers["content-type"].startswith("text/event-stream") and path == "/v1/responses":
+        data = [line[6:] for line in answer.text.splitlines() if line.startswith("data: ")]
+        parsed = [json.loads(line) for line in data]
+        assert [event["sequence_number"] for event in parsed] == list(range(len(parsed)))
+        assert parsed[-1]["type"] in ("response.completed", "response.incomplete"), (body, parsed[-1])
+        items = [event["item"] for event in parsed if event["type"] == "response.output_item.done"]
+        assert items == parsed[-1]["response"]["output"] and items
     elif answer.headers["content-type"].startswith("text/event-stream"):
         *events, end, nothing = answer.text.split("\n\n")
         assert (end, nothing) == ("data: [DONE]", "")
@@ -199,17 +220,20 @@ def check(path: str, body: str, answer: httpx.Response) -> None:
             choice["index"] for event in parsed for choice in event["choices"] if choice["finish_reason"]
         ]
         assert sorted(ended) == sorted(started) and started
+    elif path == "/v1/responses":
+        assert answer.json()["status"] in ("completed", "incomplete")
     elif path.startswith("/v1/"):
-        assert all(choice["finish_reason"] in ("stop", "length") for choice in answer.json()["choices"])
+        reasons = {choice["finish_reason"] for choice in answer.json()["choices"]}
+        assert reasons <= {"stop", "length", "tool_calls"}
 
 
-@pytest.mark.parametrize("path", PATHS)
+@pytest.mark.parametrize("path", BODIES)
 def test_no_body_causes_a_server_error(real: Live, path: str) -> None:
     schemas = real.http.get("/openapi.json").json()["components"]["schemas"]
     statuses: dict[int, int] = {}
 
     @settings(
-        max_examples=max(10, EXAMPLES * SHARES[path] // 20),
+        max_examples=max(10, EXAMPLES * BODIES[path][1] // 20),
         deadline=None,
         database=None,
         derandomize=True,
@@ -224,7 +248,7 @@ def test_no_body_causes_a_server_error(real: Live, path: str) -> None:
 
     run()
     print(f"{path}: {statuses}", file=sys.stderr)
-    assert statuses.get(200) and statuses.get(400), statuses
+    assert (statuses.get(200) or path == "/v1/embeddings") and statuses.get(400), statuses
     plain = real.raw_json("/v1/completions", {"prompt": "still here", "max_tokens": 3, "temperature": 0})
     assert plain["usage"]["completion_tokens"] >= 1
     assert wait_for(lambda: real.metric("num_requests_running") == 0)
