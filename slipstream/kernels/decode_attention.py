@@ -21,6 +21,7 @@ from slipstream.kernels.backend import (
     jit,
     jit_with,
     next_power_of_2,
+    pdl_begin,
     pdl_options,
     tl,
     use_triton,
@@ -136,10 +137,10 @@ def _launch(
         raise ValueError(f"scratch is too small for {count} lanes in {config.splits} splits")
     if order_L is not None and (order_L.shape != lanes.row_L.shape or order_L.dtype != torch.int32):
         raise ValueError(f"order must be int32 [{count}]")
-    early = pdl_options(out_THD)
+    pdl = pdl_options(out_THD)
     if order_L is None and config.ordered:
         order_L = order_lanes(lanes.length_L)
-        early = dict.fromkeys(early, False)  # the order is read before the wait
+        pdl = dict.fromkeys(pdl, False)  # the order is read before the wait
     scale, soft_cap = score_factors(shape)
     rope = scratch.lse if prep is None else prep.rope_P2D
     norm = rope if prep is None or prep.norm_YD is None else prep.norm_YD
@@ -158,7 +159,7 @@ def _launch(
         BLOCK_SIZE=pool.block_size, TILE=config.tile, SPLITS=config.splits, MIN_TILES=config.min_tiles,
         WINDOW=shape.window or 0, CAPPED=shape.soft_cap is not None, FROM_QKV=prep is not None,
         NORMED=prep is not None and prep.norm_YD is not None, MIXED=lanes.query_start_L1 is not None,
-        ORDERED=config.ordered, **early, num_warps=config.warps, num_stages=config.stages,
+        ORDERED=config.ordered, EARLY=config.early, **pdl, num_warps=config.warps, num_stages=config.stages,
     )
 
 
@@ -172,7 +173,8 @@ def _decode_kernel(
     KV_HEADS: tl.constexpr, GROUP: tl.constexpr, ROWS: tl.constexpr, HEAD: tl.constexpr,
     HALF_PAD: tl.constexpr, BLOCK_SIZE: tl.constexpr, TILE: tl.constexpr, SPLITS: tl.constexpr,
     MIN_TILES: tl.constexpr, WINDOW: tl.constexpr, CAPPED: tl.constexpr, FROM_QKV: tl.constexpr,
-    NORMED: tl.constexpr, MIXED: tl.constexpr, ORDERED: tl.constexpr, PDL: tl.constexpr,
+    NORMED: tl.constexpr, MIXED: tl.constexpr, ORDERED: tl.constexpr, EARLY: tl.constexpr,
+    PDL: tl.constexpr,
 ) -> None:
     kv_head = tl.program_id(0)
     lane, piece = tl.program_id(1).to(tl.int64), tl.program_id(2)
@@ -187,8 +189,12 @@ def _decode_kernel(
             keys, values, blocks, slots, rope, norm, partial_acc, partial_lse, counter, scale, soft_cap,
             eps, k_factor, v_factor, v_scale, token_stride, head_stride, out_token_stride, out_head_stride,
             blocks_stride, rope_stride, norm_stride, KV_HEADS, GROUP, ROWS, HEAD, HALF_PAD, BLOCK_SIZE,
-            TILE, SPLITS, WINDOW, CAPPED, FROM_QKV, NORMED, PDL,
+            TILE, SPLITS, WINDOW, CAPPED, FROM_QKV, NORMED, EARLY, PDL,
         )
+    elif MIXED:
+        # There may be no lane with one token. A kernel of which nobody waits may end before its predecessor,
+        # whose results its successor counts on.
+        pdl_begin(PDL)
 
 
 @jit

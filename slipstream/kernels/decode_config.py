@@ -13,7 +13,8 @@ from slipstream.kernels.backend import next_power_of_2
 @dataclass(frozen=True, slots=True)
 class DecodeConfig:
     """splits: most pieces of a lane's keys; tile: keys of one loop step; min_tiles: least piece, in tiles.
-    ordered: the longest lanes start first, for more programs than run at once."""
+    ordered: the longest lanes start first, for more programs than run at once. early: the successor may start
+    at once, so that a product reads its weights while attention, and what is before it, still runs."""
 
     splits: int
     tile: int
@@ -21,6 +22,7 @@ class DecodeConfig:
     stages: int
     min_tiles: int = 1
     ordered: bool = False
+    early: bool = False
 
 
 def choose_decode(lanes: int, shape: LayerAttention, dtype: torch.dtype) -> DecodeConfig:

@@ -31,7 +31,7 @@ def attend_piece(
     KV_HEADS: tl.constexpr, GROUP: tl.constexpr, ROWS: tl.constexpr, HEAD: tl.constexpr,
     HALF_PAD: tl.constexpr, BLOCK_SIZE: tl.constexpr, TILE: tl.constexpr, SPLITS: tl.constexpr,
     WINDOW: tl.constexpr, CAPPED: tl.constexpr, FROM_QKV: tl.constexpr, NORMED: tl.constexpr,
-    PDL: tl.constexpr,
+    EARLY: tl.constexpr, PDL: tl.constexpr,
 ) -> None:
     """Tiles begin .. end - 1 of a lane. lane, token: int64.
 
@@ -55,7 +55,7 @@ def attend_piece(
         key_head = KV_HEADS * GROUP + kv_head
         q_norm = _norm_weights(norm + head * norm_stride + column, in_group, HEAD, NORMED)
         k_norm = _norm_weights(norm + key_head * norm_stride + column, column < HEAD // 2, HEAD, NORMED)
-    pdl_begin(PDL)
+    pdl_begin(PDL, EARLY)
     q_low = tl.load(at + head * head_stride, mask=in_group, other=0.0)
     q_high = tl.load(at + head * head_stride + HEAD // 2, mask=in_group, other=0.0)
     if FROM_QKV:
