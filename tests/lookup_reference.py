@@ -58,7 +58,7 @@ class SuffixReference:
         if not self.requests or not output:
             return
         self.starts.append(len(self.log))
-        for n in range(1, len(output) + 1):
+        for n in range(1, len(output)):
             at = len(self.log) + n
             for word in hashes(output[:n]).values():
                 self.index[word % self.buckets, mix(at & WORD) % SLOTS] = at

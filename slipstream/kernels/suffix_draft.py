@@ -100,7 +100,7 @@ def draft_suffixes_reference(
     period_LO = (length_L1 - after_LO).clamp(min=1)
     count_L, going_L = torch.zeros_like(limit_L), total_L > 0
     token_LK = torch.zeros(len(limit_L), rules.drafts, dtype=torch.int32, device=key_LC.device)
-    for draft in range(rules.drafts):
+    for draft in range(min(rules.drafts, int(limit_L.max()))):
         own_LO = histories.tokens_RM[histories.row_L.unsqueeze(1), after_LO + draft % period_LO]
         next_LO = place_LO + draft
         past_LO = torch.where(next_LO < log.state_3[0], log.token_S[next_LO % len(log.token_S)], -1)
@@ -109,9 +109,12 @@ def draft_suffixes_reference(
         same_LOO = (text_LO.unsqueeze(1) == text_LO.unsqueeze(2)) & there_LO.unsqueeze(1)
         votes_LO = (same_LOO * weight_LO.unsqueeze(1)).sum(2) * there_LO
         # argmax gives the first of equals: of the row itself, or longer, or more recent.
-        votes_L, best_L = votes_LO.max(1).values, (votes_LO == votes_LO.amax(1, keepdim=True)).int().argmax(1)
+        votes_L = votes_LO.amax(1)
+        best_L = (votes_LO == votes_L.unsqueeze(1)).int().argmax(1)
         going_L = going_L & (draft < limit_L) & (votes_L > 0)
         going_L = going_L & (votes_L * PROB_STEPS >= rules.min_share * total_L)
+        if not going_L.any():
+            break
         token_LK[:, draft] = text_LO.gather(1, best_L.unsqueeze(1))[:, 0]
         there_LO = there_LO & (text_LO == token_LK[:, draft : draft + 1])
         count_L = count_L + going_L.int()

@@ -2,7 +2,7 @@
 
 The log is a ring of tokens, each output followed by -1, and a token's place is counted from the first ever
 logged, so that it is never given twice. The index is buckets of 16 slots: the last 1, 2, 4 and 8 tokens
-before a place are hashed to a bucket each, the place to a slot, and a slot keeps the latest place. So nothing
+before a token are hashed to a bucket each, its place to a slot, and a slot keeps the latest place. So nothing
 is ever removed: who looks a place up compares the tokens there, and ignores places before the floor, which
 are overwritten, or too old. Every result is the same in any order of the programs.
 
@@ -107,11 +107,11 @@ def log_outputs_reference(
         place = torch.arange(logged, logged + len(output) + 1, device=output.device)
         log.start_Q[count % outputs] = logged
         log.token_S[place % size] = torch.nn.functional.pad(output, (0, 1), value=SEPARATOR)
-        word_N = torch.zeros_like(output)
-        for back in range(min(MOST_HASHED, len(output))):
-            word_N[back:] = mix32(word_N[back:] ^ output[: len(output) - back])
+        word_N = torch.zeros_like(output[1:])
+        for back in range(min(MOST_HASHED, len(word_N))):
+            word_N[back:] = mix32(word_N[back:] ^ output[: len(word_N) - back])
             if back & (back + 1) == 0:
-                after = place[back + 1 :]
+                after = place[back + 1 : -1]
                 entry = (word_N[back:] & (len(log.place_BW) - 1)) * SLOTS + slot_of(after)
                 log.place_BW.view(-1).scatter_reduce_(0, entry.long(), after, "amax")
         logged, count = logged + len(place), count + 1
@@ -179,7 +179,7 @@ def _log_kernel(
             slot = mix_word(after.to(tl.uint32)) % _SLOTS
             word = tl.zeros([TOKENS], tl.uint32)
             for back in tl.static_range(_MOST_HASHED):
-                held = (n >= back) & (n < size)
+                held = (n >= back) & (after < start + size)
                 word = mix_word(word ^ tl.load(output + n - back, mask=held, other=0).to(tl.uint32))
                 if (back & (back + 1)) == 0:
                     entry = (word % BUCKETS * _SLOTS + slot).to(tl.int64)

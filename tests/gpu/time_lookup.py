@@ -100,7 +100,8 @@ def check() -> int:
 def time_all() -> int:
     """Also with 64 outputs of 1,000 tokens that end in the step."""
     over = 0
-    print(f"{'microseconds a step':24s} {'lanes':>5s} {'prose':>8s} {'loops':>8s} {'noise':>8s} {'limit':>6s}")
+    heads = " ".join(f"{each:>8s}" for each in ("prose", "loops", "noise"))
+    print(f"{'microseconds a step':24s} {'lanes':>5s} {heads} {'limit':>6s}", flush=True)
     for name in ("ngram", "suffix"):
         for lanes in (256, 64, 1):
             spent = []
