@@ -20,6 +20,8 @@ METHODS: tuple[Method, ...] = (
 WITH_WEIGHTS = ("draft_model", "eagle", "eagle3", "medusa", "mlp_speculator")
 # Methods without attention layers of their own. A custom class may have some.
 WITHOUT_KV = ("ngram", "suffix", "medusa", "mlp_speculator")
+# Tokens of the longest match that kernels/history.py looks for (a test compares them).
+LONGEST_MATCH = 63
 # vLLM's names of what is one thing here: our n-gram runs on the device anyway.
 ALIASES = {"ngram_gpu": "ngram"}
 MAX_SPECULATIVE_TOKENS = 16
@@ -76,8 +78,9 @@ class DrafterFacts:
 NO_FACTS = DrafterFacts()
 
 
-def _integer(least: int) -> tuple[Callable[[Any], bool], str]:
-    return lambda value: type(value) is int and value >= least, f"must be an integer of at least {least}"
+def _integer(least: int, most: int | None = None) -> tuple[Callable[[Any], bool], str]:
+    limit = f"must be an integer of at least {least}" + ("" if most is None else f" and at most {most}")
+    return lambda value: type(value) is int and least <= value and (most is None or value <= most), limit
 
 
 def _number(low: float, high: float) -> tuple[Callable[[Any], bool], str]:
@@ -98,9 +101,9 @@ _FORMS: dict[str, tuple[Callable[[Any], bool], str]] = {
     "method": _TEXT,
     "model": _TEXT,
     "num_speculative_tokens": _integer(1),
-    "prompt_lookup_min": _integer(1),
-    "prompt_lookup_max": _integer(1),
-    "suffix_decoding_max_tree_depth": _integer(2),
+    "prompt_lookup_min": _integer(1, LONGEST_MATCH),
+    "prompt_lookup_max": _integer(1, LONGEST_MATCH),
+    "suffix_decoding_max_tree_depth": _integer(2, LONGEST_MATCH + 1),
     "suffix_decoding_max_cached_requests": _integer(0),
     "suffix_decoding_max_spec_factor": _number(0.0, float("inf")),
     "suffix_decoding_min_token_prob": _number(0.0, 1.0),

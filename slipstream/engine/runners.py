@@ -10,6 +10,7 @@ from slipstream.config.plan import EnginePlan
 from slipstream.contracts.step import StepPlan, StepResult
 from slipstream.runner import build as build_v2
 from slipstream.runner.memory import MemoryPlan
+from slipstream.speculation.build import build_drafter
 
 RUNNER_V1 = "slipstream.runner_v1.build"
 
@@ -68,4 +69,4 @@ def build_runner(plan: EnginePlan) -> Built:
     """The runner of the plan, and no other. Raises ValueError where the plan cannot be honoured."""
     if plan.model_runner == "v1":
         return cast(Built, import_module(RUNNER_V1).build_runner(plan))
-    return build_v2.build_runner(plan)
+    return build_v2.build_runner(plan, build_drafter)

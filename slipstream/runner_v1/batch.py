@@ -22,37 +22,52 @@ NULL_BLOCK = 0
 
 @dataclass(frozen=True, slots=True)
 class Lane:
-    """A live request's place in the step. index, row: of the plan; first_token: among the step's tokens."""
+    """A live request's place in the step. index, row: of the plan; start: KV positions before the step; owed:
+    tokens to compute, which drafts follow; first_token: among the step's tokens."""
 
     index: int
     row: int
     request: LiveRequest
-    query_len: int
+    start: int
+    owed: int
+    drafts: list[int]
     samples: bool
     first_token: int
 
     @property
-    def last_token(self) -> int:
-        return self.first_token + self.query_len - 1
+    def places(self) -> range:
+        """Tokens of the step whose hidden states are sampled from."""
+        first = self.first_token + self.owed - 1
+        return range(first, first + 1 + len(self.drafts)) if self.samples else range(0)
+
+    def newest(self, appended: int) -> int:
+        """The token of the step whose hidden state gave the newest of the tokens that were appended."""
+        return self.first_token + self.owed + max(appended, 1) - 2
+
+    @property
+    def query_len(self) -> int:
+        return self.owed + len(self.drafts)
 
     @property
     def end(self) -> int:
-        """KV positions after the step, until num_computed moves."""
-        return self.request.num_computed + self.query_len
+        """KV positions after the step, drafts and all."""
+        return self.start + self.query_len
 
 
 def live_lanes(plan: StepPlan, requests: Mapping[int, LiveRequest]) -> list[Lane]:
     """The plan's lanes without those whose request has ended."""
     lanes: list[Lane] = []
-    tokens = 0
+    tokens, room = 0, plan.draft_room
     columns = zip(
         plan.lane_row.tolist(), plan.lane_query_len.tolist(), plan.lane_samples.tolist(), strict=True
     )
     for index, (row, query_len, samples) in enumerate(columns):
         request = requests[row]
         if not request.finish:
-            lanes.append(Lane(index, row, request, query_len, samples, tokens))
-            tokens += query_len
+            most = min(plan.draft_tokens, room) if index < plan.num_decode_lanes else 0
+            drafts = request.drafts[:most]
+            lanes.append(Lane(index, row, request, request.num_computed, query_len, drafts, samples, tokens))
+            tokens, room = tokens + lanes[-1].query_len, room - len(drafts)
     return lanes
 
 
@@ -72,8 +87,8 @@ def build_batch(lanes: Sequence[Lane], num_decode_lanes: int, block_size: int, d
     slots: list[int] = []
     for lane in lanes:
         request = lane.request
-        begin, end, blocks = request.num_computed, lane.end, request.blocks
-        tokens += request.tokens[begin:end]
+        begin, end, blocks = lane.start, lane.end, request.blocks
+        tokens += (request.tokens + lane.drafts)[begin:end]
         positions += range(begin, end)
         slots += [blocks[p // block_size] * block_size + p % block_size for p in range(begin, end)]
     starts = [*(lane.first_token for lane in lanes), len(tokens)]
@@ -94,18 +109,18 @@ def build_batch(lanes: Sequence[Lane], num_decode_lanes: int, block_size: int, d
 
 
 class SamplingColumns(Mapping[str, Tensor]):
-    """The columns that sampling features read, on the CPU, a line a sampling lane; each is stacked when it is
-    asked for, which spares those that nobody in the batch uses."""
+    """The columns that sampling features read, on the CPU, a line a sampled place; each is stacked when it is
+    asked for, which spares those that nobody in the batch uses. lanes: one an entry of the batch."""
 
-    def __init__(self, requests: Sequence[LiveRequest], declared: Declared) -> None:
-        self._requests, self._declared = requests, declared
+    def __init__(self, lanes: Sequence[Lane], declared: Declared) -> None:
+        self._lanes, self._declared = lanes, declared
 
     def __getitem__(self, name: str) -> Tensor:
         if name == "tokens":
-            return _padded([request.tokens for request in self._requests], 0)
+            return _padded([lane.request.tokens + lane.drafts for lane in self._lanes], 0)
         column = self._declared[name]
         absent = column.default if column.width == 1 else [column.default] * column.width
-        lines = [request.sampling.get(name, absent) for request in self._requests]
+        lines = [lane.request.sampling.get(name, absent) for lane in self._lanes]
         return torch.from_numpy(np.array(lines, np.float32 if column.dtype == "f32" else np.int32))
 
     def __iter__(self) -> Iterator[str]:

@@ -11,6 +11,7 @@ from typing import cast
 import numpy as np
 import torch
 
+from slipstream.attention.protocol import AttentionBackend
 from slipstream.config.plan import EnginePlan
 from slipstream.contracts.request import EngineRequest
 from slipstream.contracts.sampling_params import SamplingParams
@@ -20,12 +21,18 @@ from slipstream.rows.stream import CpuStream
 from slipstream.runner.memory import MemoryPlan
 from slipstream.runner.memory_eager import plan_eager_memory
 from slipstream.runner_v1.batch import NULL_BLOCK
+from slipstream.runner_v1.drafts import ModuleProposer, Proposer
+from slipstream.runner_v1.lookup import NgramProposer, SuffixProposer
+from slipstream.runner_v1.request import BASE_COLUMNS
 from slipstream.runner_v1.runner import FinishedStep, OldModelRunner
 from slipstream.sampling.pipeline import Pipeline, default_features
+from slipstream.speculation.build import build_drafter
+from slipstream.speculation.protocol import Drafter
 
 log = logging.getLogger("slipstream.runner_v1")
 
 PROFILE_ROW = 0
+LOOKUPS = {"ngram": NgramProposer, "suffix": SuffixProposer}
 
 
 @dataclass(frozen=True, slots=True)
@@ -68,8 +75,10 @@ def _build(plan: EnginePlan) -> BuiltRunner:
     assert plan.steps_in_flight == 1, "resolve() gives this runner one step at a time"
     device, vocab_size = torch.device(plan.device), plan.spec.vocab_size
     model = load_planned(plan, device)
-    log.info("weights are loaded: %.0f MiB", model.num_bytes / 2**20)
-    attention = make_attention(plan, model, device)
+    drafter = None if _on_host(plan) else build_drafter(plan, model, device)
+    num_bytes = model.num_bytes + (0 if drafter is None else drafter.num_bytes)
+    log.info("weights are loaded: %.0f MiB", num_bytes / 2**20)
+    attention = make_attention(plan, model, device, () if drafter is None else drafter.layers)
     pipeline = Pipeline(default_features(vocab_size), vocab_size, torch.device("cpu"))
     runner = OldModelRunner(
         model=model,
@@ -78,6 +87,8 @@ def _build(plan: EnginePlan) -> BuiltRunner:
         block_size=plan.block_size,
         vocab_size=vocab_size,
         device=device,
+        proposer=_proposer(plan, drafter, attention, pipeline, device),
+        chances=() if plan.speculation is None else plan.speculation.acceptance,
     )
 
     def profile(tokens: int) -> None:
@@ -85,9 +96,26 @@ def _build(plan: EnginePlan) -> BuiltRunner:
         runner.close()
 
     memory = plan_eager_memory(
-        plan, model.num_bytes, attention.bytes_per_block(), attention.allocate, profile
+        plan, num_bytes, attention.bytes_per_block(), attention.allocate, profile
     )
     return BuiltRunner(runner, memory, model.linear_name, model.linear_reason)
+
+
+def _on_host(plan: EnginePlan) -> bool:
+    return plan.speculation is not None and plan.speculation.method in LOOKUPS
+
+
+def _proposer(
+    plan: EnginePlan, drafter: Drafter | None, attention: AttentionBackend, pipeline: Pipeline,
+    device: torch.device,
+) -> Proposer:  # fmt: skip
+    config = plan.speculation
+    if config is None:
+        return Proposer()
+    if drafter is None:
+        return LOOKUPS[config.method](config)
+    columns, rows = (*BASE_COLUMNS, *pipeline.columns), plan.max_num_seqs + 1
+    return ModuleProposer(drafter, attention, columns, rows, plan.max_model_len, plan.block_size, device)
 
 
 def _profile_plan(tokens: int, block_size: int) -> StepPlan:

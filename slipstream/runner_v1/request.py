@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import numpy as np
 
@@ -29,9 +29,9 @@ BASE_COLUMNS = (
 class LiveRequest:
     """The owner of a row, from its admission until its row is released.
 
-    tokens: prompt and output; blocks: of the KV cache, in order; num_computed: KV positions filled.
-    num_logprobs, num_prompt_logprobs: -1 for none. features: as Pipeline.admit gave them; sampling: what it
-    wrote, by column.
+    tokens: prompt and output; drafts: what may follow them; blocks: of the KV cache, in order; num_computed:
+    KV positions filled. num_logprobs, num_prompt_logprobs: -1 for none. features: as Pipeline.admit gave
+    them; sampling: what it wrote, by column.
     """
 
     generation: int
@@ -40,12 +40,19 @@ class LiveRequest:
     num_computed: int
     prompt_len: int
     max_len: int
+    seed: int
     end_ids: frozenset[int]
     num_logprobs: int
     num_prompt_logprobs: int
     features: int
     sampling: dict[str, float | Array]
     finish: Finish = Finish.NONE
+    drafts: list[int] = field(default_factory=list)
+
+    @property
+    def room(self) -> int:
+        """Drafts that could be taken: one token more always comes."""
+        return max(self.max_len - len(self.tokens) - 1, 0) if not self.finish else 0
 
     def append(self, token: int, ok: bool) -> bool:
         """Take what was sampled; the request may end by it. False where there was no room or no token."""
@@ -101,6 +108,7 @@ def admit_request(
         num_computed=admission.num_cached,
         prompt_len=prompt_len,
         max_len=request.max_len,
+        seed=request.seed,
         end_ids=frozenset(request.end_token_ids),
         num_logprobs=count_logprobs(params.logprobs, vocab_size),
         num_prompt_logprobs=count_logprobs(params.prompt_logprobs, vocab_size),

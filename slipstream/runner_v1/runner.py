@@ -16,8 +16,9 @@ from slipstream.attention.protocol import AttentionBackend
 from slipstream.contracts.step import Admission, StepPlan, StepResult
 from slipstream.models.base import Model
 from slipstream.runner_v1.batch import Batch, Lane, build_batch, live_lanes
+from slipstream.runner_v1.drafts import Computed, Proposer, verify
 from slipstream.runner_v1.request import BASE_COLUMNS, LiveRequest, admit_request
-from slipstream.runner_v1.sampler import sample, score_prompt, spread_scores
+from slipstream.runner_v1.sampler import Place, sample, score_prompt, spread_scores
 from slipstream.sampling.pipeline import Pipeline
 
 Tensor = torch.Tensor
@@ -47,7 +48,8 @@ class FinishedStep:
 
 
 class OldModelRunner:
-    """Turns plans into results, one at a time. pipeline: on the CPU, whatever the model's device."""
+    """Turns plans into results, one at a time. pipeline: on the CPU, whatever the model's device. chances: of
+    drafts being taken, where that is left to chance."""
 
     def __init__(
         self,
@@ -58,7 +60,11 @@ class OldModelRunner:
         block_size: int,
         vocab_size: int,
         device: torch.device,
+        proposer: Proposer | None = None,
+        chances: Sequence[float] = (),
     ) -> None:
+        self._proposer = Proposer() if proposer is None else proposer
+        self._chances = chances
         self._model, self._attention, self._pipeline = model, attention, pipeline
         self._block_size, self._vocab_size, self._device = block_size, vocab_size, device
         self._declared = {column.name: column for column in (*BASE_COLUMNS, *pipeline.columns)}
@@ -68,7 +74,7 @@ class OldModelRunner:
     def step(self, plan: StepPlan) -> FinishedStep:
         """Runs the whole step; raises what went wrong in it."""
         for row in plan.released.tolist():
-            del self._requests[row]
+            self._proposer.release(row, self._requests.pop(row))
         self._admit(plan.admissions)
         self._grant(plan)
         lanes = live_lanes(plan, self._requests)
@@ -78,17 +84,18 @@ class OldModelRunner:
             num_decode_lanes = sum(lane.index < plan.num_decode_lanes for lane in lanes)
             batch = build_batch(lanes, num_decode_lanes, self._block_size, self._device)
             begin = time.perf_counter()
-            hidden_TH, logits_NV = self._forward(batch, lanes)
-            end = time.perf_counter()
+            hidden_TH, aux_TX, logits_NV = self._forward(batch, lanes)
             self._score_prompts(lanes, hidden_TH, result)
-            self._sample(lanes, logits_NV, result)
+            appended = self._sample(lanes, logits_NV, result)
+            self._proposer.propose(Computed(lanes, batch, hidden_TH, aux_TX, appended, plan.draft_tokens))
+            end = time.perf_counter()
         return FinishedStep(plan.step, DeviceTime(begin, end), result)
 
     def _admit(self, admissions: Sequence[Admission]) -> None:
         for admission in admissions:
-            self._requests[admission.row] = admit_request(
-                admission, self._pipeline, self._declared, self._vocab_size
-            )
+            live = admit_request(admission, self._pipeline, self._declared, self._vocab_size)
+            self._requests[admission.row] = live
+            self._proposer.admit(admission.row, live, admission.request)
 
     def _grant(self, plan: StepPlan) -> None:
         grants = (plan.grant_row, plan.grant_index, plan.grant_block)
@@ -100,15 +107,17 @@ class OldModelRunner:
         if len(fresh):
             self._attention.clear(torch.tensor(fresh, dtype=torch.int64, device=self._device))
 
-    def _forward(self, batch: Batch, lanes: Sequence[Lane]) -> tuple[Tensor, Tensor]:
-        """Hidden states [T, H] on the device, and float32 logits [N, V] on the CPU."""
+    def _forward(self, batch: Batch, lanes: Sequence[Lane]) -> tuple[Tensor, Tensor | None, Tensor]:
+        """Hidden states [T, H] and the proposer's auxiliary ones on the device, float32 logits [N, V] on the
+        CPU."""
         attend = self._attention.bind(batch.attention)
-        hidden_TH = self._model.forward(batch.token_T, batch.position_T, attend)
-        last = [lane.last_token for lane in lanes if lane.samples]
-        logits_NV = self._logits(hidden_TH[last]) if last else torch.empty(0, self._vocab_size)
+        layers = self._proposer.aux_layers
+        hidden_TH, aux_TX = self._model.forward_aux(batch.token_T, batch.position_T, attend, layers)
+        places = [place for lane in lanes for place in lane.places]
+        logits_NV = self._logits(hidden_TH[places]) if places else torch.empty(0, self._vocab_size)
         if self._device.type == "cuda":
             torch.cuda.synchronize(self._device)
-        return hidden_TH, logits_NV
+        return hidden_TH, aux_TX, logits_NV
 
     def _logits(self, hidden_NH: Tensor) -> Tensor:
         """Copying them is the wait."""
@@ -120,20 +129,28 @@ class OldModelRunner:
             if scores is not None:
                 result.prompt_logprobs.append(scores)
 
-    def _sample(self, lanes: Sequence[Lane], logits_NV: Tensor, result: StepResult) -> None:
-        """Samples, appends, ends requests, and writes down what came of it."""
+    def _sample(self, lanes: Sequence[Lane], logits_NV: Tensor, result: StepResult) -> list[int]:
+        """Samples, appends, ends requests, and writes down what came of it. How many tokens each lane
+        gained."""
         for lane in lanes:
-            lane.request.num_computed += lane.query_len
-        sampling = [lane for lane in lanes if lane.samples]
-        if not sampling:
-            return
-        requests = [lane.request for lane in sampling]
-        sampled = sample(logits_NV, requests, self._pipeline, self._declared)
-        result.logprobs = spread_scores(sampled, sampling, len(result.lane_row))
-        for lane, token, ok in zip(sampling, sampled.tokens, sampled.ok, strict=True):
-            if lane.request.append(token, ok):
-                result.num_tokens[lane.index], result.tokens[lane.index, 0] = 1, token
+            lane.request.num_computed += lane.owed
+        places = [Place(lane, number) for lane in lanes for number in range(len(lane.places))]
+        if not places:
+            return [0] * len(lanes)
+        sampled = sample(logits_NV, places, self._pipeline, self._declared)
+        result.logprobs = spread_scores(sampled, places, result.tokens.shape)
+        gained, first = [], 0
+        for lane in lanes:
+            own = slice(first, first := first + len(lane.places))
+            tokens = verify(lane, sampled.tokens[own], sampled.ok[own], self._chances)
+            lane.request.num_computed += max(len(tokens) - 1, 0)
+            result.num_tokens[lane.index] = len(tokens)
+            result.tokens[lane.index, : len(tokens)] = tokens
             result.finish[lane.index] = lane.request.finish
+            if result.drafted is not None:
+                result.drafted[lane.index] = len(lane.drafts)
+            gained.append(len(tokens))
+        return gained
 
     def close(self) -> None:
         """Nothing is in flight, ever."""
@@ -142,12 +159,13 @@ class OldModelRunner:
 
 def _nothing(plan: StepPlan) -> StepResult:
     """A result of no tokens, to be filled in."""
-    lanes = len(plan.lane_row)
+    lanes, drafts = len(plan.lane_row), plan.draft_tokens
     return StepResult(
         step=plan.step,
         lane_row=plan.lane_row,
         lane_generation=plan.lane_generation,
         num_tokens=np.zeros(lanes, np.int32),
-        tokens=np.full((lanes, 1), -1, np.int32),
+        tokens=np.full((lanes, 1 + drafts), -1, np.int32),
         finish=np.zeros(lanes, np.int32),
+        drafted=np.zeros(lanes, np.int32) if drafts else None,
     )

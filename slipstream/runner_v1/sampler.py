@@ -1,6 +1,6 @@
 """Sampling on the host side of the wait: float32 logits on the CPU, and the same features as everywhere.
 
-Legend: N sampling lanes, V vocabulary, P prompt tokens scored, K top logprobs.
+Legend: N sampled places, L lanes, Q tokens of a lane, V vocabulary, P prompt tokens scored, K top logprobs.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ import torch
 from slipstream.contracts.step import PromptLogprobs, TokenLogprobs
 from slipstream.kernels.logprobs import token_logprobs
 from slipstream.runner_v1.batch import Lane, SamplingColumns
-from slipstream.runner_v1.request import Declared, LiveRequest
+from slipstream.runner_v1.request import Declared
 from slipstream.sampling.pipeline import Pipeline
 from slipstream.sampling.protocol import SampleBatch
 
@@ -26,8 +26,15 @@ Scores = tuple[Array, Array, Array]
 SCORE_CHUNK = 256
 
 
+class Place(NamedTuple):
+    """A lane's n-th place: the token after its row and the first n drafts."""
+
+    lane: Lane
+    number: int
+
+
 class Sampled(NamedTuple):
-    """A token a request and whether it is one; scores of those at the places `scored`: ids and values
+    """A token a place and whether it is one; scores of those at the indices `scored`: ids and values
     [n, 1 + K], rank [n]."""
 
     tokens: list[int]
@@ -37,38 +44,40 @@ class Sampled(NamedTuple):
 
 
 def sample(
-    logits_NV: Tensor, requests: Sequence[LiveRequest], pipeline: Pipeline, declared: Declared
+    logits_NV: Tensor, places: Sequence[Place], pipeline: Pipeline, declared: Declared
 ) -> Sampled:
-    """logits: float32 on the CPU, a line a request; changed in place."""
-    lanes = range(len(requests))
+    """logits: float32 on the CPU, a line a place; changed in place."""
+    numbers, requests = range(len(places)), [place.lane.request for place in places]
     users = {
-        name: [lane for lane in lanes if requests[lane].features >> bit & 1]
+        name: [number for number in numbers if requests[number].features >> bit & 1]
         for bit, name in enumerate(pipeline.names)
     }
+    lengths = [len(place.lane.request.tokens) + place.number for place in places]
     batch = SampleBatch(
-        row_N=torch.arange(len(requests)),
-        length_N=torch.tensor([len(request.tokens) for request in requests], dtype=torch.int32),
-        columns=SamplingColumns(requests, declared),
-        feature_lanes={name: torch.tensor(places) for name, places in users.items() if places},
+        row_N=torch.arange(len(places)),
+        length_N=torch.tensor(lengths, dtype=torch.int32),
+        columns=SamplingColumns([place.lane for place in places], declared),
+        feature_lanes={name: torch.tensor(found) for name, found in users.items() if found},
     )
-    scored = [lane for lane in lanes if requests[lane].num_logprobs >= 0]
+    scored = [number for number in numbers if requests[number].num_logprobs >= 0]
     raw_nV = logits_NV[scored]  # a copy: the pipeline changes logits in place
     chosen = pipeline.sample(logits_NV, batch)
     token_N = chosen.tokens_N
     scores = None
     if scored:
-        scores = _scores(raw_nV, token_N[scored], max(requests[lane].num_logprobs for lane in scored))
+        scores = _scores(raw_nV, token_N[scored], max(requests[number].num_logprobs for number in scored))
     return Sampled(token_N.tolist(), chosen.ok_N.tolist(), scored, scores)
 
 
-def spread_scores(sampled: Sampled, lanes: Sequence[Lane], num_lanes: int) -> TokenLogprobs | None:
-    """From the sampling lanes that are scored to all lanes of the plan."""
+def spread_scores(sampled: Sampled, places: Sequence[Place], shape: tuple[int, int]) -> TokenLogprobs | None:
+    """From the places that are scored to all lanes and tokens of the step: shape [L, Q]."""
     if sampled.scores is None:
         return None
-    index = [lanes[place].index for place in sampled.scored]
-    shape = (num_lanes, 1, sampled.scores[0].shape[1])
-    out = TokenLogprobs(np.zeros(shape, np.int32), np.zeros(shape, np.float32), np.zeros(shape[:2], np.int32))
-    out.ids[index, 0], out.values[index, 0], out.rank[index, 0] = sampled.scores
+    index = [places[number].lane.index for number in sampled.scored]
+    token = [places[number].number for number in sampled.scored]
+    whole = (*shape, sampled.scores[0].shape[1])
+    out = TokenLogprobs(np.zeros(whole, np.int32), np.zeros(whole, np.float32), np.zeros(shape, np.int32))
+    out.ids[index, token], out.values[index, token], out.rank[index, token] = sampled.scores
     return out
 
 
@@ -76,8 +85,8 @@ def score_prompt(
     lane: Lane, hidden_TH: Tensor, logits_of: Callable[[Tensor], Tensor]
 ) -> PromptLogprobs | None:
     """Logprobs of the prompt tokens that this lane's hidden states predict; None where none are owed.
-    logits_of: float32 on the CPU. Call it before num_computed moves."""
-    request, begin = lane.request, lane.request.num_computed
+    logits_of: float32 on the CPU."""
+    request, begin = lane.request, lane.start
     count = min(lane.end, request.prompt_len - 1) - begin
     if request.num_prompt_logprobs < 0 or count <= 0:
         return None

@@ -202,7 +202,7 @@ class Scheduler:
         """So many drafts that the step's tokens hold them. Where prompts wait they get half of what is left
         of it."""
         if not drafts or not decodes:
-            return 0
+            return drafts
         spare = self.config.max_num_batched_tokens - decodes
         if self._prefills or self._may_admit():
             spare //= 2

@@ -10,19 +10,33 @@ from typing import Any
 import pytest
 from explained import CONFIG, H200, Explain, explain, model
 
-from slipstream.config.speculation import DrafterFacts, SpeculativeConfig, read_speculative_config
+from slipstream.config.speculation import (
+    LONGEST_MATCH,
+    MAX_SPECULATIVE_TOKENS,
+    NO_FACTS,
+    DrafterFacts,
+    SpeculativeConfig,
+    read_speculative_config,
+)
 
 __all__ = ["explain", "model"]  # fixtures
 
 
-def read(facts: DrafterFacts = DrafterFacts(), **fields: Any) -> SpeculativeConfig:
+def read(facts: DrafterFacts = NO_FACTS, **fields: Any) -> SpeculativeConfig:
     found = read_speculative_config(fields, facts, vocab_size=1000, hidden_size=64)
     assert found is not None
     return found
 
 
 def test_without_the_flag_there_is_no_speculation() -> None:
-    assert read_speculative_config(None, DrafterFacts(), vocab_size=10, hidden_size=4) is None
+    assert read_speculative_config(None, NO_FACTS, vocab_size=10, hidden_size=4) is None
+
+
+def test_limits_are_those_of_the_kernels() -> None:
+    from slipstream.kernels.history import LONGEST_MATCH as LONGEST
+    from slipstream.speculation.protocol import MAX_DRAFTS
+
+    assert (LONGEST_MATCH, MAX_SPECULATIVE_TOKENS) == (LONGEST, MAX_DRAFTS)
 
 
 def test_defaults_are_vllms() -> None:
@@ -64,6 +78,10 @@ def test_the_drafters_own_number_is_taken_and_its_heads_are_a_limit() -> None:
         ("model='m': method suffix has none", {"method": "suffix", "model": "m"}),
         ("prompt_lookup_min=5: must be at most prompt_lookup_max=4",
          {"method": "ngram", "prompt_lookup_min": 5, "prompt_lookup_max": 4}),
+        ("prompt_lookup_max=64: must be an integer of at least 1 and at most 63",
+         {"method": "ngram", "prompt_lookup_max": 64}),
+        ("suffix_decoding_max_tree_depth=1",
+         {"method": "suffix", "suffix_decoding_max_tree_depth": 1}),
         ("prompt_lookup_max=0", {"method": "ngram", "prompt_lookup_max": 0}),
         ("prompt_lookup_max=3: is for method ngram", {"method": "suffix", "prompt_lookup_max": 3}),
         ("suffix_decoding_max_tree_depth=9: is for method suffix",
