@@ -45,6 +45,12 @@ class PagedFlashAttention(PagedTritonAttention):
         super().__init__(layers, block_size, dtype, device, max_lanes=max_lanes)
         self.least_tokens = least_tokens
 
+    def clear(self, blocks: Tensor) -> None:
+        """FlashAttention 3 reads whole blocks, and a masked NaN that the last owner left is still a NaN."""
+        for pool in self.pools:
+            pool.keys.index_fill_(0, blocks, 0)
+            pool.values.index_fill_(0, blocks, 0)
+
     def bind(self, batch: AttentionBatch) -> PagedTritonStep:
         long = batch.position_T.shape[0] >= self.least_tokens
         return PagedFlashStep(self, batch) if long else PagedTritonStep(self, batch)

@@ -194,6 +194,17 @@ def test_nothing_foreign_runs_while_launches_are_listed(
     assert not operator.calls
 
 
+def test_blocks_of_a_new_owner_hold_nothing_of_the_last() -> None:
+    backend = PagedFlashAttention(SHAPES[:1], 16, torch.float32, torch.device("cpu"), max_lanes=1, max_len=64)
+    backend.allocate(4)
+    for each in (backend.pools[0].keys, backend.pools[0].values):
+        each.fill_(float("nan"))
+    backend.clear(torch.tensor([1, 3]))
+    for each in (backend.pools[0].keys, backend.pools[0].values):
+        assert each.flatten(1).isnan().all(1).tolist() == [True, False, True, False]
+        assert not each[[1, 3]].any()
+
+
 def test_tensors_that_do_not_fit_are_refused() -> None:
     case = attention_case(SHAPES[0], MIXED, mixed=True, block_size=32)
     own, q = kernel.flash_lanes(case.lanes), case.q_prepared.float()
