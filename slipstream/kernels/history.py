@@ -14,15 +14,16 @@ from typing import Any
 
 import torch
 
-from slipstream.kernels.backend import Arg, jit, next_power_of_2, pdl_begin, pdl_options, tl, use_triton
+from slipstream.kernels.backend import Arg, jit, pdl_begin, pdl_options, tl, use_triton
 
 Tensor = torch.Tensor
 
 AFTER_BITS = 25
 MOST_TOKENS, LONGEST_MATCH = (1 << AFTER_BITS) - 1, 63
 CHUNK = 512
-# About as many programs as an H200 holds at once.
-PROGRAMS, MOST_PARTS = 2048, 64
+# Parts of a row in a batch of at most FEW lanes, and in a larger one: with 4 warps each, 64 or 256 lanes are
+# as many programs as an H200 holds at once. Two choices only: each is a kernel to compile.
+FEW, PARTS_OF_FEW, PARTS_OF_MANY = 64, 32, 8
 
 _AFTER_BITS = tl.constexpr(AFTER_BITS)
 
@@ -69,7 +70,7 @@ def find_matches(histories: Histories, least: int, most: int, kept: int) -> Tens
     if not use_triton(histories.tokens_RM):
         return find_matches_reference(histories, least, most, kept)
     lanes = histories.row_L.shape[0]
-    parts = min(next_power_of_2(max(PROGRAMS // max(lanes, 1), 1)), MOST_PARTS)
+    parts = PARTS_OF_FEW if lanes <= FEW else PARTS_OF_MANY
     key_LC = torch.empty(lanes, parts * kept, dtype=torch.int32, device=histories.tokens_RM.device)
     _find_kernel[(parts, lanes)](
         *histories.columns(), key_LC, *histories.strides(), LEAST=least, MOST=most, KEPT=kept, PARTS=parts,

@@ -9,7 +9,7 @@ from slipstream.kernels import history
 @pytest.fixture(autouse=True)
 def small_programs(monkeypatch):
     """Several parts of several pieces a row, as on a GPU, in short rows."""
-    monkeypatch.setattr(history, "PROGRAMS", 14)
+    monkeypatch.setattr(history, "PARTS_OF_FEW", 2)
     monkeypatch.setattr(history, "CHUNK", 16)
 
 
