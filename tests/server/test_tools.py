@@ -34,7 +34,8 @@ SAID = {
     '{"name": "clock", "parameters": {}}',
     "mistral": '[TOOL_CALLS]get_weather{"city": "Paris", "days": 2}[TOOL_CALLS]clock{}',
     "qwen3_coder": "<tool_call><function=get_weather><parameter=city>\nParis\n</parameter>"
-    "<parameter=days>\n2\n</parameter></function></tool_call><tool_call><function=clock></function></tool_call>",
+    "<parameter=days>\n2\n</parameter></function></tool_call>"
+    "<tool_call><function=clock></function></tool_call>",
 }
 
 
