@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import asyncio
 import time
-from dataclasses import asdict
 from importlib.resources import files
 from typing import TYPE_CHECKING, Any
 
+import msgspec
 from fastapi import APIRouter, Response
 
 from slipstream.contracts.outputs import STEP_COLUMNS
@@ -103,7 +103,7 @@ def describe(look: Look, context: Context, now: float) -> dict[str, Any]:
         "time": now,
         "late_seconds": 0.0,
         "block_size": context.engine.info.limits.block_size,
-        "stats": asdict(look.stats),
+        "stats": msgspec.structs.asdict(look.stats),
         "rows": {name: getattr(look.snapshot, name).tolist() for name in _ROW_COLUMNS},
         "owners": owners,
         "step_columns": STEP_COLUMNS,
