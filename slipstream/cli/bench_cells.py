@@ -26,7 +26,8 @@ KEPT = "kept alive, all of them at once"
 class Run:
     """One batch, all requests given at once. Milliseconds are medians over its requests: tpot_ms a token
     after the first (None where no request has two), ttft_ms to the first one. acceptance: share of verified
-    drafts that were taken; None without drafts. order: which run of the comparison this was, from 0."""
+    drafts that were taken; accepted_length: tokens of a request's step that verified drafts; None without
+    drafts. order: which run of the comparison this was, from 0."""
 
     repeat: int
     order: int
@@ -36,6 +37,7 @@ class Run:
     tpot_ms: float | None
     ttft_ms: float
     acceptance: float | None = None
+    accepted_length: float | None = None
 
 
 @dataclass(slots=True, kw_only=True)
@@ -93,12 +95,13 @@ def measure(llm: LLM, prompts: list[Any], params: list[SamplingParams], repeat: 
     outputs = llm.generate(prompts, params, use_tqdm=False)
     seconds = time.perf_counter() - begin
     tokens, first, later = count_outputs(outputs), [], []
-    drafted = accepted = 0
+    drafts = drafted = accepted = 0
     for output in outputs:
         times = output.metrics
         assert times is not None and times.first_token_time is not None and times.finished_time is not None
         first.append(times.first_token_time - times.arrival_time)
-        drafted, accepted = drafted + times.draft_tokens, accepted + times.accepted_tokens
+        drafts, drafted = drafts + times.num_drafts, drafted + times.draft_tokens
+        accepted += times.accepted_tokens
         if (after := len(output.outputs[0].token_ids) - 1) > 0:
             later.append((times.finished_time - times.first_token_time) / after)
     return Run(
@@ -110,6 +113,7 @@ def measure(llm: LLM, prompts: list[Any], params: list[SamplingParams], repeat: 
         tpot_ms=1e3 * median(later) if later else None,
         ttft_ms=1e3 * median(first),
         acceptance=accepted / drafted if drafted else None,
+        accepted_length=1 + accepted / drafts if drafts else None,
     )
 
 

@@ -44,6 +44,14 @@ def add_parser(subparsers: Any) -> None:
         help="of speculation, such as none,ngram (default: none)",
     )
     group.add_argument(
+        "--drafters", type=named, default={}, metavar="LIST",
+        help="what methods draft with, such as eagle3=FOLDER,medusa=FOLDER",
+    )
+    group.add_argument(
+        "--num-speculative-tokens", type=positive, default=None, metavar="K",
+        help="drafts of a step at most (default: each method's own)",
+    )
+    group.add_argument(
         "--runners", type=listed(one_of(*RUNNERS)), default=list(RUNNERS), metavar="LIST",
         help="model runners (default: v1,v2)",
     )
@@ -72,6 +80,14 @@ def listed(kind: Callable[[str], Any]) -> Callable[[str], list[Any]]:
         return entries
 
     return read
+
+
+def named(text: str) -> dict[str, str]:
+    """Of a text such as eagle3=FOLDER,medusa=FOLDER. Raises ArgumentTypeError."""
+    pairs = [entry.partition("=") for entry in listed(str)(text)]
+    if not all(equals and value for _, equals, value in pairs):
+        raise argparse.ArgumentTypeError(f"{text!r}: must be METHOD=FOLDER with commas between them")
+    return {name.strip(): value for name, _, value in pairs}
 
 
 def one_of(*names: str) -> Callable[[str], str]:
@@ -115,11 +131,28 @@ class Contest:
             for runner in options.runners
             for asynchrony in options.asynchrony
         ]
-        self.plans = {cell.name: plan for cell in self.cells if (plan := plan_of(cell, args)) is not None}
+        self._check_drafters()
+        planned = ((cell, plan_of(cell, args, self._speculation(cell.method))) for cell in self.cells)
+        self.plans = {cell.name: plan for cell, plan in planned if plan is not None}
         for plan in self.plans.values():
             self._check(plan)
         self.how = ""
         self._largest = 0  # bytes by which an engine made this process grow at most
+
+    def _check_drafters(self) -> None:
+        idle = set(self._options.drafters) - set(self._options.methods)
+        if idle:
+            raise ValueError(f"--drafters: {min(idle)} is none of --methods")
+
+    def _speculation(self, method: str) -> dict[str, Any] | None:
+        """--speculative-config of a method."""
+        if method == "none":
+            return None
+        fields = {
+            "model": self._options.drafters.get(method),
+            "num_speculative_tokens": self._options.num_speculative_tokens,
+        }
+        return {"method": method, **{key: value for key, value in fields.items() if value is not None}}
 
     def _sized(self, args: EngineArgs) -> EngineArgs:
         """A KV pool of what the largest batch can need, the same for every cell, unless a flag says
@@ -202,12 +235,15 @@ class Contest:
 
     def describe(self) -> dict[str, Any]:
         """For the report: what was asked and how engines were held."""
-        names = ("methods", "runners", "asynchrony", "concurrency", "repeats", "input_len", "output_len")
+        names = (
+            "methods", "drafters", "num_speculative_tokens", "runners", "asynchrony", "concurrency",
+            "repeats", "input_len", "output_len",
+        )  # fmt: skip
         asked = {name: getattr(self._options, name) for name in names}
         return {**asked, "num_gpu_blocks": self._args.num_gpu_blocks_override, "engines": self.how}
 
 
-def plan_of(cell: Cell, args: EngineArgs) -> EnginePlan | None:
+def plan_of(cell: Cell, args: EngineArgs, speculation: dict[str, Any] | None) -> EnginePlan | None:
     """The plan that the cell asks for, kept in it too; None where it is refused. Reads no weights."""
     from slipstream.config.explanation import plain
     from slipstream.engine.plan import make_plan
@@ -216,7 +252,7 @@ def plan_of(cell: Cell, args: EngineArgs) -> EnginePlan | None:
         args,
         model_runner=cell.runner,
         async_scheduling={"on": True, "off": False}.get(cell.asynchrony),
-        speculative_config=None if cell.method == "none" else {"method": cell.method},
+        speculative_config=speculation,
     )
     try:
         plan = make_plan(asked)

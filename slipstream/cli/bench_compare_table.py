@@ -30,6 +30,7 @@ METRICS = {
     "tpot_ms": Metric("TPOT ms", ",.2f", False),
     "ttft_ms": Metric("TTFT ms", ",.2f", False),
     "acceptance": Metric("acceptance", ".1%", None),
+    "accepted_length": Metric("tokens a draft", ".2f", None),
 }
 SPEEDS = {name: metric for name, metric in METRICS.items() if metric.more_is_faster is not None}
 

@@ -36,7 +36,7 @@ class SampleStore:
         self._key_of = np.zeros(0, np.int64)
         self._row_of = np.zeros(0, np.int32)
         self.watched = np.zeros(0, np.bool_)  # by slot
-        self._drafts = np.zeros((2, 0), np.int64)  # verified and taken, by slot
+        self._drafts = np.zeros((3, 0), np.int64)  # steps that verified some, verified, taken, by slot
         self._free_rows: list[int] = []
         self._length = np.zeros(1, np.int32)
         self._tokens = np.zeros((1, 64), np.int32)
@@ -65,7 +65,7 @@ class SampleStore:
         self._key_of = np.concatenate((self._key_of, np.full(count, -1, np.int64)))
         self._row_of = np.concatenate((self._row_of, np.full(count, _NOWHERE, np.int32)))
         self.watched = np.concatenate((self.watched, np.zeros(count, np.bool_)))
-        self._drafts = np.concatenate((self._drafts, np.zeros((2, count), np.int64)), 1)
+        self._drafts = np.concatenate((self._drafts, np.zeros((3, count), np.int64)), 1)
 
     def find(self, key: int) -> Sample | None:
         slot = key & _SLOT_MASK
@@ -110,13 +110,14 @@ class SampleStore:
 
     def count_drafts(self, slots: Array, drafted: Array, counts: Array) -> None:
         """Drafts that a step verified for live samples; each of them has one token that was no draft."""
-        self._drafts[0, slots] += drafted
-        self._drafts[1, slots] += np.maximum(counts - 1, 0)
+        self._drafts[0, slots] += drafted > 0
+        self._drafts[1, slots] += drafted
+        self._drafts[2, slots] += np.maximum(counts - 1, 0)
 
-    def drafts(self, sample: Sample) -> tuple[int, int]:
-        """Tokens drafted for it and tokens taken so far."""
-        verified, taken = self._drafts[:, sample.key & _SLOT_MASK].tolist()
-        return verified, taken
+    def drafts(self, sample: Sample) -> list[int]:
+        """Steps that verified drafts for it, drafts verified and drafts taken so far."""
+        counts: list[int] = self._drafts[:, sample.key & _SLOT_MASK].tolist()
+        return counts
 
     def _new_row(self, slot: int) -> int:
         if not self._free_rows:
@@ -244,9 +245,11 @@ class OutputProcessor:
         self._ended(sample)
 
     def _ended(self, sample: Sample) -> None:
-        verified, taken = self._store.drafts(sample)
-        sample.request.metrics.draft_tokens += verified
-        sample.request.metrics.accepted_tokens += taken
+        drafts, verified, taken = self._store.drafts(sample)
+        metrics = sample.request.metrics
+        metrics.num_drafts += drafts
+        metrics.draft_tokens += verified
+        metrics.accepted_tokens += taken
         self._store.close(sample)
         sample.request.note_end()
 

@@ -42,13 +42,16 @@ class CompletionOutput:
 
 @dataclass(slots=True)
 class RequestMetrics:
-    """time.monotonic() seconds, in the front end. None: not yet. draft_tokens, accepted_tokens: verified for
-    the request and taken, over its samples that have ended."""
+    """time.monotonic() seconds, in the front end. None: not yet.
+
+    Over the samples that have ended: num_drafts, steps that verified drafts; draft_tokens, drafts that they
+    verified; accepted_tokens, those that were taken."""
 
     arrival_time: float
     scheduled_time: float | None = None
     first_token_time: float | None = None
     finished_time: float | None = None
+    num_drafts: int = 0
     draft_tokens: int = 0
     accepted_tokens: int = 0
 
