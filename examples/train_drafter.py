@@ -58,7 +58,7 @@ def parse(words: list[str]) -> argparse.Namespace:
     parser.add_argument("--answer", type=int, default=256, help="most tokens of an answer")
     parser.add_argument("--length", type=int, default=512, help="most tokens of a text")
     parser.add_argument("--batch", type=int, default=32, help="texts a step")
-    parser.add_argument("--rate", type=float, default=2e-3, help="learning rate at its height")
+    parser.add_argument("--rate", type=float, default=1e-3, help="learning rate at its height")
     parser.add_argument("--links", type=int, default=3, help="drafts in a row, for each method")
     parser.add_argument("--draft-vocab", type=int, default=3072, help="tokens that EAGLE-3 may draft")
     parser.add_argument("--eagle3-inner", type=int, default=768, help="EAGLE-3's feed-forward size")

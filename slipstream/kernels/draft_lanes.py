@@ -25,6 +25,7 @@ from slipstream.kernels.backend import (
 Tensor = torch.Tensor
 
 TOKENS_AT_ONCE = 32
+ALIGNED = 4  # int32 numbers in 16 bytes
 
 
 @dataclass(frozen=True, slots=True)
@@ -88,14 +89,17 @@ def draft_lanes(
     if not use_triton(blocks_RB):
         return draft_lanes_reference(row_L, appended_L, columns, passes, drafts, most, block_size)
     lanes, device = row_L.shape[0], blocks_RB.device
-    position_PL, slot_PL = torch.empty(2, passes, lanes, dtype=torch.int64, device=device).unbind()
-    length_PL = torch.empty(passes, lanes, dtype=torch.int32, device=device)
+    # Rows are aligned whatever the count of lanes, so that kernels which read one are compiled once.
+    width = ALIGNED * ceil_div(lanes, ALIGNED)
+    wide = torch.empty(2, passes, width, dtype=torch.int64, device=device)[..., :lanes]
+    position_PL, slot_PL = wide.unbind()
+    length_PL = torch.empty(passes, width, dtype=torch.int32, device=device)[:, :lanes]
     token_L = torch.empty(lanes, dtype=torch.int64, device=device)
     count_L = torch.empty(lanes, dtype=torch.int32, device=device)
     _lanes_kernel[(max(passes, 1),)](
         row_L, appended_L, *state, columns["tokens"], blocks_RB,
         position_PL, slot_PL, length_PL, token_L, count_L,
-        lanes, state[0].stride(0), columns["tokens"].stride(0), blocks_RB.stride(0),
+        lanes, width, state[0].stride(0), columns["tokens"].stride(0), blocks_RB.stride(0),
         PASSES=passes, DRAFTS=drafts, MOST=most, BLOCK_SIZE=block_size,
         LANES=max(FEW_LANES, next_power_of_2(lanes)), **pdl_options(count_L), num_warps=4,
     )  # fmt: skip
@@ -142,11 +146,11 @@ def _next_kernel(
     tl.store(next_out + token, value.to(tl.int64), mask=inside)
 
 
-@jit_with(do_not_specialize=("lanes", "blocks_stride"))
+@jit_with(do_not_specialize=("lanes", "width", "blocks_stride"))
 def _lanes_kernel(
     rows: Arg, appended: Arg, alive: Arg, length: Arg, max_len: Arg, tokens: Arg, blocks: Arg,
     position_out: Arg, slot_out: Arg, length_out: Arg, token_out: Arg, count_out: Arg,
-    lanes: Arg, row_stride: Arg, tokens_stride: Arg, blocks_stride: Arg,
+    lanes: Arg, width: Arg, row_stride: Arg, tokens_stride: Arg, blocks_stride: Arg,
     PASSES: tl.constexpr, DRAFTS: tl.constexpr, MOST: tl.constexpr, BLOCK_SIZE: tl.constexpr,
     LANES: tl.constexpr, PDL: tl.constexpr,
 ) -> None:
@@ -165,7 +169,7 @@ def _lanes_kernel(
     place = tl.where(used, place, 0)
     block = tl.load(blocks + row * blocks_stride + place // BLOCK_SIZE, mask=used, other=0).to(tl.int64)
     slot = tl.where(used, block * BLOCK_SIZE + place % BLOCK_SIZE, 0)
-    to, there = number * lanes + lane, inside & (number < PASSES)
+    to, there = number * width + lane, inside & (number < PASSES)
     tl.store(position_out + to, place.to(tl.int64), mask=there)
     tl.store(slot_out + to, slot, mask=there)
     tl.store(length_out + to, place + 1, mask=there)
