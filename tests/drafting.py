@@ -129,8 +129,8 @@ class DraftEngine:
     def close(self) -> None:
         self.runner.close()
 
-    def drafted(self) -> np.ndarray:
-        """[steps, 2]: drafts verified and tokens gained by lanes that had any."""
-        pairs = [(r.drafted.sum(), r.num_tokens[r.drafted > 0].sum()) for r in self.results
-                 if r.drafted is not None]
-        return np.array(pairs).reshape(-1, 2)
+    def verified_and_taken(self) -> tuple[int, int]:
+        """Drafts, of all steps so far."""
+        results = [r for r in self.results if r.drafted is not None]
+        taken = [np.maximum(r.num_tokens[r.drafted > 0] - 1, 0).sum() for r in results]
+        return sum(int(r.drafted.sum()) for r in results), int(sum(taken))

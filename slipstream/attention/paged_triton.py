@@ -95,7 +95,8 @@ class PagedTritonStep:
         self._backend = backend
         self._position_T, self._slot_T = batch.position_T, batch.slot_T
         lanes = batch.row_L.shape[0]
-        self._decode_only = batch.num_decode_lanes == lanes and not backend.batch_invariant
+        one_each = batch.num_decode_lanes == lanes and batch.decode_tokens == 1
+        self._decode_only = one_each and not backend.batch_invariant
         start_L1 = None if self._decode_only else batch.query_start_L1
         self._lanes = PagedLanes(batch.row_L, batch.length_L, batch.blocks_RB, start_L1)
         self._tiles: dict[int, QueryTiles] = {}

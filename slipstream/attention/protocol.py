@@ -29,6 +29,8 @@ class AttentionBatch:
     null block). row_L: int64; blocks_RB: int32, every block a row of the table may have. query_len_L,
     length_bound_L: host copies, int32 [L]; the first is exact, the second is an upper bound of length_L,
     exact for prefill lanes. Eager backends size their work by them; a captured backend must not read them.
+    num_decode_lanes: what the host knows of; in a captured step all lanes or, where others are among them, 0.
+    decode_tokens: that a decode lane of a captured step has at most.
     """
 
     query_start_L1: Tensor
@@ -40,6 +42,7 @@ class AttentionBatch:
     query_len_L: np.ndarray
     length_bound_L: np.ndarray
     num_decode_lanes: int
+    decode_tokens: int = 1
 
 
 class Attend(Protocol):

@@ -20,6 +20,11 @@ def empty_i32() -> Array:
     return np.empty(0, np.int32)
 
 
+def draft_limits(most: int) -> tuple[int, ...]:
+    """Drafts of a lane that steps are made for, ascending from 0 to the most there may be."""
+    return (*(limit for limit in (0, 1, 2, 4, 8, 16) if limit < most), most)
+
+
 class Finish(IntEnum):
     """Why a row ended, as the device or the engine saw it. The numbers travel in arrays."""
 

@@ -225,7 +225,7 @@ def _commit_kernel(
     finish = tl.where(has_room & (last_ok == 0) & (last == 0), ERROR, finish)
     finish = tl.where(append & last_stops, STOP, finish)
     tl.store(to, value, mask=is_last & append)
-    tl.store(length + at, new, mask=append)
+    tl.store(length + at, new, mask=gained > 0)
     tl.store(num_computed + at, tl.where(gained > 0, new - 1, end), mask=lives)
     tl.store(alive + at, (lives & (finish == 0)).to(tl.int32))
     tl.store(draft_count + at, 0)

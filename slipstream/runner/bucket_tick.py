@@ -17,6 +17,7 @@ from slipstream.contracts.request import EngineRequest
 from slipstream.contracts.step import StepPlan, empty_i32
 from slipstream.kernels.commit import CommitRing
 from slipstream.kernels.logprobs import token_logprobs
+from slipstream.kernels.step_inputs import StepInputs
 from slipstream.models.base import Model
 from slipstream.rows.columns import RowWriter
 from slipstream.rows.doors import leave
@@ -86,7 +87,8 @@ class BucketTick:
         scores = self.graphs.run(lanes.shape)
         left = None
         if scores is not None:
-            ids, values, rank = (leave(each[: lanes.num_lanes]) for each in scores)
+            lines = lanes.shape.samples if lanes.drafts else lanes.num_lanes
+            ids, values, rank = (leave(each[:lines]) for each in scores)
             left = ids, values, rank
         return TickOutput(left, [self._score_prompt(self._hidden_TH, each) for each in work.prompt_scores])
 
@@ -110,19 +112,8 @@ class BucketTick:
 
     def _body(self, shape: Shape) -> Scores | None:
         """The whole tick. Returns the logprobs, where the shape has them."""
-        columns = self._table.columns
         inputs = inputs_of(self._table, shape.lanes, shape.tokens, shape.decode)
-        batch = AttentionBatch(
-            query_start_L1=inputs.query_start_L1,
-            length_L=inputs.length_L,
-            position_T=inputs.position_T,
-            slot_T=inputs.slot_T,
-            row_L=inputs.row_L,
-            blocks_RB=columns["blocks"],
-            query_len_L=NO_BOUNDS,
-            length_bound_L=NO_BOUNDS,
-            num_decode_lanes=shape.lanes if shape.decode else 0,
-        )
+        batch = self._batch(inputs, shape)
         hidden_TH = self._model.forward(inputs.token_T, inputs.position_T, self._attention.bind(batch))
         if not shape.decode:
             self._hidden_TH[: shape.tokens].copy_(hidden_TH)
@@ -130,10 +121,24 @@ class BucketTick:
             last_L = (inputs.query_start_L1[1:] - 1).clamp_(0, shape.tokens - 1)
             hidden_TH = hidden_TH.index_select(0, last_L)
         logits_LV = self._model.logits(hidden_TH)
-        sampling = SampleBatch(inputs.row_L, inputs.length_L, columns, {})
+        sampling = SampleBatch(inputs.row_L, inputs.length_L, self._table.columns, {})
         sampled = self._pipeline.sample_all(logits_LV, sampling, shape.stage)
         scores = None
         if shape.num_logprobs >= 0:
             scores = token_logprobs(logits_LV, sampled.tokens_N, shape.num_logprobs)
         commit_to(self._table, inputs, self._lane_L[: shape.lanes], sampled, self._ring)
         return scores
+
+    def _batch(self, inputs: StepInputs, shape: Shape) -> AttentionBatch:
+        return AttentionBatch(
+            query_start_L1=inputs.query_start_L1,
+            length_L=inputs.length_L,
+            position_T=inputs.position_T,
+            slot_T=inputs.slot_T,
+            row_L=inputs.row_L,
+            blocks_RB=self._table.columns["blocks"],
+            query_len_L=NO_BOUNDS,
+            length_bound_L=NO_BOUNDS,
+            num_decode_lanes=shape.lanes if shape.decode else 0,
+            decode_tokens=1 + shape.drafts,
+        )

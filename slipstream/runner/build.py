@@ -24,13 +24,13 @@ from slipstream.rows.doors import OutDoor
 from slipstream.rows.stream import CpuStream, CudaStream, Stream
 from slipstream.rows.table import RowTable
 from slipstream.runner.bucket_tick import BucketTick
-from slipstream.runner.draft_tick import EagerDraftTick
+from slipstream.runner.draft_tick import BucketDraftTick, EagerDraftTick
 from slipstream.runner.drafting import Drafting
 from slipstream.runner.lanes import LOGPROBS
 from slipstream.runner.memory import MemoryPlan
 from slipstream.runner.memory_eager import plan_eager_memory
 from slipstream.runner.runner import ModelRunner
-from slipstream.runner.shapes import Shapes
+from slipstream.runner.shapes import Shapes, most_samples
 from slipstream.runner.tick import EagerTick, Tick
 from slipstream.runner.warmup import Compiling, warm_up
 from slipstream.sampling.pipeline import Pipeline, default_features
@@ -123,7 +123,7 @@ def make_parts(plan: EnginePlan, device: torch.device, drafter_of: DrafterOf = n
     model, vocab_size = load_planned(plan, device), plan.spec.vocab_size
     drafter = drafter_of(plan, model, device)
     queries = 0 if plan.speculation is None else 1 + plan.speculation.num_speculative_tokens
-    lanes = plan.max_num_seqs if plan.attention_backend != "torch" else 0
+    lanes = most_samples(plan.max_num_seqs, queries > 0) if plan.attention_backend != "torch" else 0
     pipeline = Pipeline(default_features(vocab_size, lanes, device), vocab_size, device)
     slots = plan.steps_in_flight + 1
     table = RowTable(
@@ -167,13 +167,17 @@ def make_bucketed(parts: Parts) -> Bucketed:
     """The KV pool is not there yet."""
     plan = parts.plan
     attention = parts.attention()
+    drafting, most_drafts = parts.drafting(attention), 0
+    if drafting is not None and plan.speculation is not None:
+        most_drafts = plan.speculation.num_speculative_tokens
     shapes = Shapes(
         _ending_in(plan.max_num_seqs, plan.graph_sizes),
         _ending_in(plan.max_num_batched_tokens, plan.token_buckets),
         parts.pipeline.stage_of,
         min(plan.max_logprobs, GRAPH_LOGPROBS),
+        most_drafts,
     )
-    tick = BucketTick(
+    shared = (
         parts.table,
         parts.model,
         attention,
@@ -183,6 +187,7 @@ def make_bucketed(parts: Parts) -> Bucketed:
         plan.max_num_batched_tokens,
         plan.spec.hidden_size,
     )
+    tick = BucketTick(*shared) if drafting is None else BucketDraftTick(*shared, drafting)
     return Bucketed(attention, shapes, tick)
 
 

@@ -1,28 +1,28 @@
-"""Steps of rows that have drafts, at their exact sizes: on a CPU, whose stream is the device and may look at
-what it computes.
+"""Steps of rows that have drafts. At their exact sizes on a CPU, whose stream is the device and may look at
+what it computes; and in the form that graphs hold, where the device decides how many drafts there are.
 
 Legend: T tokens, L lanes, N sampled positions.
 """
 
 from __future__ import annotations
 
-import dataclasses
-
 import numpy as np
 import torch
 
 from slipstream.attention.protocol import AttentionBackend, AttentionBatch
 from slipstream.contracts.request import EngineRequest
-from slipstream.contracts.step import StepPlan
+from slipstream.kernels.commit import CommitRing
 from slipstream.kernels.draft_inputs import DraftInputs
+from slipstream.kernels.logprobs import token_logprobs
 from slipstream.models.base import Model
 from slipstream.rows.columns import RowWriter
 from slipstream.rows.doors import from_host, seen
 from slipstream.rows.table import RowTable
+from slipstream.runner.bucket_tick import BucketTick
 from slipstream.runner.drafting import Computed, Drafting
-from slipstream.runner.lanes import ExactLanes, stage_drafts, stage_exact
-from slipstream.runner.mirror import RowMirror
-from slipstream.runner.tick import EagerTick, StepWork, TickOutput
+from slipstream.runner.lanes import ExactLanes
+from slipstream.runner.shapes import Shape, Shapes
+from slipstream.runner.tick import EagerTick, Scores, StepWork, TickOutput
 from slipstream.sampling.pipeline import Pipeline
 from slipstream.sampling.protocol import SampleBatch
 
@@ -45,11 +45,6 @@ class EagerDraftTick(EagerTick):
 
     def admit(self, request: EngineRequest, write: RowWriter) -> None:
         self._drafting.drafter.admit(request, write)
-
-    def stage_lanes(self, plan: StepPlan, mirror: RowMirror) -> ExactLanes:
-        drafts = stage_drafts(plan, self._table, mirror)
-        lanes = stage_exact(plan, self._table, mirror, self._pipeline.names)
-        return dataclasses.replace(lanes, drafts=drafts)
 
     @torch.inference_mode()
     def run(self, work: StepWork) -> TickOutput:
@@ -98,3 +93,46 @@ class EagerDraftTick(EagerTick):
             uses_L[sample_lane[seen(arrays[f"feature_{name}"])[:count]]] = True
             places[name] = from_host(np.flatnonzero(np.repeat(uses_L, count_L)), self._table.device)
         return places
+
+
+class BucketDraftTick(BucketTick):
+    """The same in shapes: a step's room for drafts is fixed, and so is how many a drafter makes."""
+
+    def __init__(
+        self,
+        table: RowTable,
+        model: Model,
+        attention: AttentionBackend,
+        pipeline: Pipeline,
+        shapes: Shapes,
+        ring: CommitRing,
+        max_tokens: int,
+        hidden_size: int,
+        drafting: Drafting,
+    ) -> None:
+        super().__init__(table, model, attention, pipeline, shapes, ring, max_tokens, hidden_size)
+        self._drafting = drafting
+
+    def admit(self, request: EngineRequest, write: RowWriter) -> None:
+        self._drafting.drafter.admit(request, write)
+
+    def _body(self, shape: Shape) -> Scores | None:
+        inputs = self._drafting.inputs(shape.lanes, shape.tokens, shape.samples)
+        batch = self._batch(inputs, shape)
+        hidden_TH, aux_TX = self._model.forward_aux(
+            inputs.token_T, inputs.position_T, self._attention.bind(batch), self._drafting.drafter.aux_layers
+        )
+        hidden_NH = hidden_TH
+        if not shape.decode:
+            self._hidden_TH[: shape.tokens].copy_(hidden_TH)
+            # The clamp is for trials that compute nothing (kernels/precompile.py).
+            hidden_NH = hidden_TH.index_select(0, inputs.sample_token_N.clamp(0, shape.tokens - 1))
+        logits_NV = self._model.logits(hidden_NH)
+        samples = SampleBatch(inputs.sample_row_N, inputs.sample_length_N, self._table.columns, {})
+        sampled = self._pipeline.sample_all(logits_NV, samples, shape.stage)
+        scores = None
+        if shape.num_logprobs >= 0:
+            scores = token_logprobs(logits_NV, sampled.tokens_N, shape.num_logprobs)
+        computed = Computed(batch, hidden_TH, aux_TX, shape.drafts, self._table.max_model_len)
+        self._drafting.finish(inputs, sampled, self._ring, computed)
+        return scores

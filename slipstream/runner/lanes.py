@@ -88,6 +88,8 @@ def stage_exact(plan: StepPlan, table: RowTable, mirror: RowMirror, features: Se
     for name, place in places.items():
         table.set_lanes(f"feature_{name}", place.astype(np.int32))
         counts[name] = len(place)
+    drafts, room = _draft_limits(plan, mirror)
+    table.set_lanes("draft_limits", np.array((drafts, room), np.int32))
     return ExactLanes(
         plan.lane_row,
         plan.lane_generation,
@@ -96,7 +98,7 @@ def stage_exact(plan: StepPlan, table: RowTable, mirror: RowMirror, features: Se
         plan.num_decode_lanes,
         num_logprobs,
         sample_lane_N[places.get(LOGPROBS, slice(0))],
-        plan.draft_tokens,
+        drafts,
         len(sample_lane_N),
         counts,
     )
@@ -109,14 +111,19 @@ def stage_bucket(
     none in others."""
     lanes, tokens = len(plan.lane_row), int(plan.lane_query_len.sum())
     decode = plan.num_decode_lanes == lanes
+    drafts, room = _draft_limits(plan, mirror)
     used = [name for _, name in _used(mirror.features[plan.lane_row], features)]
     num_logprobs = int(mirror.logprobs[plan.lane_row].max(initial=-1))
-    shape = shapes.find(lanes, tokens, decode=decode, features=used, num_logprobs=num_logprobs)
+    shape = shapes.find(
+        lanes, tokens, decode=decode, features=used, num_logprobs=num_logprobs, drafts=drafts, room=room
+    )
     row_L = np.full(shape.lanes, table.padding_row, np.int32)
     query_len_L = np.full(shape.lanes, int(decode), np.int32)
     row_L[:lanes], query_len_L[:lanes] = plan.lane_row, plan.lane_query_len
     table.set_lanes("lane_to_row", row_L)
     table.set_lanes("lane_query_len", query_len_L)
+    drafts = min(drafts, shape.drafts)
+    table.set_lanes("draft_limits", np.array((drafts, room), np.int32))
     return BucketLanes(
         plan.lane_row,
         plan.lane_generation,
@@ -125,19 +132,18 @@ def stage_bucket(
         plan.num_decode_lanes,
         num_logprobs,
         np.arange(lanes),
-        shape.drafts,
+        drafts,
         shape,
     )
 
 
-def stage_drafts(plan: StepPlan, table: RowTable, mirror: RowMirror) -> int:
-    """Write the plan's limits of drafts; returns that of a lane. A step that scores prompts has none: where
-    their tokens stand would depend on how many there are."""
-    prefills = plan.lane_row[plan.num_decode_lanes :]
-    scores = bool((mirror.prompt_logprobs[prefills] >= 0).any())
-    limits = (0, 0) if scores else (plan.draft_tokens, plan.draft_room)
-    table.set_lanes("draft_limits", np.array(limits, np.int32))
-    return limits[0]
+def _draft_limits(plan: StepPlan, mirror: RowMirror) -> tuple[int, int]:
+    """Drafts of a lane and of all together. A step that scores prompts has none: where their tokens stand
+    would depend on how many there are."""
+    if not plan.draft_tokens:
+        return 0, 0
+    scores = (mirror.prompt_logprobs[plan.lane_row[plan.num_decode_lanes :]] >= 0).any()
+    return (0, 0) if scores else (plan.draft_tokens, plan.draft_room)
 
 
 def _used(bits_N: Array, features: Sequence[str]) -> list[tuple[int, str]]:

@@ -55,3 +55,35 @@ def test_the_largest_shape_comes_first_and_none_comes_twice():
     shapes = SHAPES.all()
     assert len(set(shapes)) == len(shapes)
     assert [shape.tokens for shape in shapes] == sorted((shape.tokens for shape in shapes), reverse=True)
+
+
+DRAFTING = {most: Shapes(LANES, TOKENS, stage_of, TOP, most) for most in (1, 3, 16)}
+
+
+@given(
+    lanes=st.integers(1, 128),
+    prefill=st.integers(0, 512),
+    features=st.sets(st.sampled_from(sorted(STAGES))),
+    num_logprobs=st.integers(-1, TOP),
+    most=st.sampled_from(sorted(DRAFTING)),
+    drafts=st.integers(1, 16),
+)
+def test_a_step_with_drafts_fits_into_a_captured_shape(lanes, prefill, features, num_logprobs, most, drafts):
+    shapes, drafts = DRAFTING[most], min(drafts, most)
+    tokens, decode = min(lanes + prefill, 512), prefill == 0
+    facts = dict(decode=decode, features=features, num_logprobs=num_logprobs)
+    shape = shapes.find(lanes, tokens, **facts, drafts=drafts, room=lanes * drafts)
+    assert shape in shapes.all()
+    assert shape.lanes >= lanes and shape.tokens >= tokens and shape.samples >= shape.lanes
+    assert shape.samples <= max(1024, shape.lanes) and shape.drafts <= most
+    assert shapes.find(lanes, tokens, **facts).samples == shapes.find(lanes, tokens, **facts).lanes
+    if decode:
+        assert shape.tokens == shape.samples == shape.lanes * (1 + shape.drafts)
+    if decode and shape.stage != FULL and shape.lanes * (1 + drafts) <= 512:
+        assert shape.drafts >= drafts, "there is room for all"
+
+
+def test_without_drafts_the_shapes_are_those_of_an_engine_that_has_none():
+    plain, drafting = SHAPES.all(), DRAFTING[3].all()
+    assert [s for s in drafting if s in plain] == [s for s in plain if s.decode or s.stage != FULL]
+    assert len(set(drafting)) == len(drafting)
