@@ -4,7 +4,9 @@ of several rows; what a rejected draft left in the pool is not seen."""
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -242,3 +244,25 @@ def test_what_does_not_fit_is_refused_by_name(target, reference, tmp_path):
     torch.save({"0.0.linear.weight": print}, folder / "medusa_lm_head.pt")
     with pytest.raises(ValueError, match=r"medusa_lm_head\.pt cannot be read"):
         load_medusa(str(folder), target)
+
+
+@pytest.mark.parametrize("method", ["eagle", "eagle3", "medusa", "mlp"])
+def test_random_weights_need_no_more_than_a_config(method, target, tmp_path):
+    configs = {
+        "eagle": LAYER,
+        "eagle3": {
+            **LAYER, "draft_vocab_size": 100,
+            "eagle_config": {"eagle_aux_hidden_state_layer_ids": [0, 1, 2]},
+        },
+        "medusa": {"medusa_num_heads": 3, "medusa_num_layers": 1},
+        "mlp": {"emb_dim": HIDDEN, "inner_dim": 0, "n_predict": 3},
+    }
+    load = {
+        "eagle": load_eagle, "eagle3": load_eagle3, "medusa": load_medusa, "mlp": load_mlp_speculator,
+    }[method]
+    (tmp_path / "config.json").write_text(json.dumps(configs[method]))
+    drafter = load(str(tmp_path), replace(target, load_format="dummy"))
+    assert drafter.aux_layers == ((1, 2, 3) if method == "eagle3" else ())
+    found = Rows(target, drafter).step({0: (9, 9), 1: (6, 0)})
+    assert len(found[0]) == DRAFTS
+    assert all(0 <= token < (100 if method == "eagle3" else VOCAB) for token in found[0])
