@@ -14,10 +14,9 @@ from typing import Protocol
 import numpy as np
 
 from slipstream.contracts.outputs import EngineStats
+from slipstream.contracts.step import draft_limits
 from slipstream.scheduler.columns import Array, RowColumns
 
-# Most drafts of a lane, of which 1 + each is a shape of the runner's.
-LIMITS = (0, 1, 2, 4, 8, 16)
 REVIEW_STEPS = 16
 PROBE_STEPS = 6
 FIRST_PROBE, LAST_PROBE = 64, 2048  # steps between probes
@@ -82,12 +81,17 @@ class Group:
         return times
 
 
+def group_of(lanes: int) -> int:
+    """Steps of up to 1, 2, 4, 8, ... lanes."""
+    return max(lanes - 1, 0).bit_length()
+
+
 class DraftPolicy:
     """most: drafts of a row at most. max_tokens: of a step that verifies drafts."""
 
     def __init__(self, most: int, max_tokens: int) -> None:
         self.limit = most
-        self._limits = (*(limit for limit in LIMITS if limit < most), most)
+        self._limits = draft_limits(most)
         self._max_tokens = max_tokens
         # A prior of one lane that took half of its drafts, so that drafting begins.
         self._seen, self._taken = np.ones(most), 0.5 ** np.arange(1, most + 1)
@@ -98,15 +102,15 @@ class DraftPolicy:
 
     def choose(self, lanes: int) -> int:
         self._left -= 1
-        if self._left < 0 or lanes.bit_length() != self._current:
-            self._review(lanes)
+        if self._left < 0 or group_of(lanes) != self._current:
+            self._review(group_of(lanes))
         return self.limit
 
-    def _review(self, lanes: int) -> None:
-        self._current = lanes.bit_length()
-        group = self._groups.setdefault(self._current, Group())
+    def _review(self, number: int) -> None:
+        self._current = number
+        group = self._groups.setdefault(number, Group())
         # The group's largest step must fit, so that all of it has the same choices.
-        most = self._max_tokens // max((1 << self._current) - 1, 1) - 1
+        most = self._max_tokens // (1 << number) - 1
         limits = [limit for limit in self._limits if limit <= most] or [0]
         untried = [limit for limit in (limits[-1], 0) if limit not in group.seconds]
         self._left = PROBE_STEPS
@@ -148,7 +152,7 @@ class DraftPolicy:
             reached = np.bincount(np.minimum(taken, limit), minlength=limit + 1)[::-1].cumsum()[::-1]
             self._taken[:limit] = KEEP * self._taken[:limit] + reached[1:]
         if seconds > 0.0:
-            known = self._groups.setdefault(lanes.bit_length(), Group()).seconds
+            known = self._groups.setdefault(group_of(lanes), Group()).seconds
             mean = known.get(limit, seconds)
             known[limit] = mean + FRESH * (min(seconds, OUTLIER * mean) - mean)
 

@@ -102,8 +102,9 @@ def test_it_follows_a_change_of_acceptance_and_of_load() -> None:
 
 
 def test_a_step_never_has_more_tokens_than_there_are_shapes_for() -> None:
-    for lanes in (1, 3, 60, 100, 255, 256, 1000):
+    for lanes in (1, 3, 60, 64, 100, 255, 256, 1000):
         policy = DraftPolicy(16, 1024)
         limit = policy.choose(lanes)
         assert limit == 0 or lanes * (1 + limit) <= 1024
-    assert DraftPolicy(16, 1024).choose(31) == 16
+    assert DraftPolicy(16, 1024).choose(32) == 16 and DraftPolicy(16, 1024).choose(64) == 8
+    assert DraftPolicy(3, 1024).choose(256) == 3
