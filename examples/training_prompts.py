@@ -8,6 +8,7 @@ that was seen. Prompts that drafters are measured with elsewhere (human-eval, MT
 from __future__ import annotations
 
 import ast
+import functools
 import hashlib
 import random
 import textwrap
@@ -93,8 +94,13 @@ def _is_held_out(passage: str) -> bool:
     return hashlib.sha256(passage.encode()).digest()[0] % HELD_OUT_SHARE == 0
 
 
-def _functions() -> Iterator[str]:
+@functools.cache
+def _functions() -> tuple[str, ...]:
     """Functions of the standard library's modules, 4 to 25 lines each."""
+    return tuple(_short_functions())
+
+
+def _short_functions() -> Iterator[str]:
     for file in sorted(Path(ast.__file__).parent.glob("*.py")):
         source = file.read_text(encoding="utf-8", errors="replace")
         for node in ast.walk(ast.parse(source)):
