@@ -4,19 +4,21 @@ of what was drafted."""
 
 from __future__ import annotations
 
+import json
 from collections.abc import Iterator
 from pathlib import Path
 
 import numpy as np
 import pytest
 from drafters import Truthful
-from harness import DEVICE, Collected, make_core, run
+from harness import DEVICE, Collected, make_core, make_request, run
 from test_mixed_requests import mixed
 from text_model import make_text_model
 
 from slipstream.contracts.sampling_params import SamplingParams
 from slipstream.engine.core import EngineCore
 from slipstream.engine.llm import LLM
+from slipstream.observe.trace import steps_ahead
 from slipstream.scheduler.drafting import FixedDrafting
 
 pytestmark = pytest.mark.skipif(DEVICE != "cpu", reason="the drafter runs on the host")
@@ -78,6 +80,43 @@ def test_texts_and_logprobs_are_those_of_plain_decoding(
     assert list(stats.accepted_per_position) == sorted(stats.accepted_per_position, reverse=True)
 
 
+LOOKUPS = [
+    {"method": "ngram", "prompt_lookup_min": 1, "prompt_lookup_max": 3, "num_speculative_tokens": 4},
+    {"method": "suffix", "suffix_decoding_max_cached_requests": 20},
+]
+
+
+@pytest.mark.parametrize("runner", ["v1", "v2"])
+@pytest.mark.parametrize("config", LOOKUPS, ids=["ngram", "suffix"])
+def test_seeded_and_greedy_texts_are_those_of_plain_decoding_with_lookups(
+    model: Path, plain: dict[int, Collected], config: dict[str, object], runner: str
+) -> None:
+    if runner == "v1":
+        pytest.importorskip("slipstream.runner_v1")
+    core = make_core(model, speculative_config=config, model_runner=runner, max_num_seqs=32)
+    most = core.scheduler.config.tokens_per_step - 1
+    core.scheduler._drafting = FixedDrafting(most)
+    got = run(core, mixed(core, COUNT))
+    stats = core.scheduler.stats()
+    core.close()
+    check(got, plain)
+    assert 0 < stats.accepted_tokens <= stats.draft_tokens <= most * stats.drafts
+
+
+@pytest.mark.parametrize("config", LOOKUPS, ids=["ngram", "suffix"])
+def test_the_next_step_is_submitted_before_a_result_is_read_with_drafts_too(
+    model: Path, config: dict[str, object], tmp_path: Path
+) -> None:
+    core = make_core(model, speculative_config=config, trace=str(tmp_path / "trace.json"))
+    random = np.random.default_rng(3)
+    params = SamplingParams(max_tokens=120, ignore_eos=True, temperature=0.8)
+    prompts = [random.integers(3, 250, 20).tolist() for _ in range(16)]
+    run(core, [make_request(core, key, prompt, params) for key, prompt in enumerate(prompts)])
+    core.close()
+    ahead, steady = steps_ahead(json.loads((tmp_path / "trace.json").read_text())["traceEvents"])
+    assert steady >= 60 and ahead >= 0.99 * steady
+
+
 def test_an_abort_in_the_middle_harms_nobody(model: Path, plain: dict[int, Collected]) -> None:
     core = drafting_core(model, limit=16, max_num_seqs=16)
     requests = mixed(core, COUNT)
@@ -119,7 +158,7 @@ def test_stop_strings_within_accepted_drafts_cut_text_tokens_and_logprobs(llms: 
     first = plain.generate(["hello"], whole, use_tqdm=False)[0]
     Truthful.learn(first.prompt_token_ids, 1, list(first.outputs[0].token_ids))
     text, drafts = first.outputs[0].text, 0
-    for begin in range(4, len(text) - 4, 6):
+    for begin in range(4, len(text) - 4, 14):
         stop = text[begin : begin + 3]
         params = whole.clone(stop=[stop], logprobs=1, min_tokens=begin // 2)
         one, two = (llm.generate(["hello"], params, use_tqdm=False)[0] for llm in (plain, drafted))
@@ -134,7 +173,7 @@ def test_stop_strings_within_accepted_drafts_cut_text_tokens_and_logprobs(llms: 
         assert one.metrics.draft_tokens == 0
         assert two.metrics.accepted_tokens <= two.metrics.draft_tokens
         drafts += two.metrics.accepted_tokens
-    assert drafts > 50, "most tokens were drafts"
+    assert drafts > 25, "most tokens were drafts"
 
 
 def test_an_explained_engine_says_how_it_drafts(llms: tuple[LLM, LLM]) -> None:
