@@ -21,8 +21,13 @@ class CachedTokens(TypedDict):
     cached_tokens: int
 
 
-class ThoughtTokens(TypedDict):
+class CompletionDetails(TypedDict, total=False):
+    """reasoning_tokens: where thoughts are told apart. The others where drafts were verified (speculation):
+    those that were taken and those that were not."""
+
     reasoning_tokens: int
+    accepted_prediction_tokens: int
+    rejected_prediction_tokens: int
 
 
 class Usage(TypedDict):
@@ -32,7 +37,7 @@ class Usage(TypedDict):
     completion_tokens: int
     total_tokens: int
     prompt_tokens_details: CachedTokens
-    completion_tokens_details: NotRequired[ThoughtTokens]
+    completion_tokens_details: NotRequired[CompletionDetails]
 
 
 class CompletionLogprobs(TypedDict):
@@ -130,12 +135,15 @@ class UsageCount:
     def __init__(self) -> None:
         self._prompt: dict[int, int] = {}
         self._cached: dict[int, int] = {}
+        self._drafts: dict[int, tuple[int, int]] = {}
         self._completion = 0
 
     def add(self, prompt_index: int, output: RequestOutput) -> None:
         self._prompt[prompt_index] = len(output.prompt_token_ids or ())
         self._cached[prompt_index] = max(self._cached.get(prompt_index, 0), output.num_cached_tokens or 0)
         self._completion += sum(len(piece.token_ids) for piece in output.outputs)
+        if output.metrics is not None and output.metrics.draft_tokens:
+            self._drafts[prompt_index] = output.metrics.draft_tokens, output.metrics.accepted_tokens
 
     def usage(self, thought_tokens: int | None = None) -> Usage:
         """thought_tokens: of thoughts, where they are told apart."""
@@ -146,8 +154,15 @@ class UsageCount:
             "total_tokens": prompt + self._completion,
             "prompt_tokens_details": {"cached_tokens": sum(self._cached.values())},
         }
+        details: CompletionDetails = {}
         if thought_tokens is not None:
-            usage["completion_tokens_details"] = {"reasoning_tokens": thought_tokens}
+            details["reasoning_tokens"] = thought_tokens
+        if self._drafts:
+            verified, taken = (sum(counts) for counts in zip(*self._drafts.values(), strict=True))
+            details["accepted_prediction_tokens"] = taken
+            details["rejected_prediction_tokens"] = verified - taken
+        if details:
+            usage["completion_tokens_details"] = details
         return usage
 
 

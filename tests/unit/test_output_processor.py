@@ -19,6 +19,7 @@ from slipstream.engine.input_processor import InputProcessor
 from slipstream.engine.output_processor import OutputProcessor
 from slipstream.engine.outputs import Logprob
 from slipstream.engine.request_state import RequestState
+from slipstream.server.answers import UsageCount
 from slipstream.text.tokenizer import Tokenizer, load_tokenizer
 
 CUMULATIVE, DELTA, FINAL_ONLY = RequestOutputKind
@@ -381,6 +382,11 @@ def test_a_requests_drafts_are_counted_to_its_end_whoever_ends_it(front: Front) 
     output = watched.take()
     assert output is not None and output.outputs[0].token_ids == tokens[:3]
     assert (watched.metrics.draft_tokens, watched.metrics.accepted_tokens) == (4, 3)
+    count = UsageCount()
+    count.add(0, output)
+    details = {"accepted_prediction_tokens": 3, "rejected_prediction_tokens": 1}
+    assert count.usage()["completion_tokens_details"] == details
+    assert count.usage(2)["completion_tokens_details"] == {"reasoning_tokens": 2, **details}
     assert (quiet.metrics.draft_tokens, quiet.metrics.accepted_tokens) == (3, 1)
     again = front.open(output_kind=FINAL_ONLY)  # in a slot that was used
     front.step((key_of(again), tokens, Finish.LENGTH))
