@@ -67,6 +67,9 @@ class EngineArgs:
         default=None,
         metadata={"help": 'JSON object such as {"method": "ngram", "num_speculative_tokens": 8}'},
     )
+    structured_outputs_config: str | dict[str, Any] | None = field(
+        default=None, metadata={"help": 'JSON object such as {"disable_any_whitespace": true}'}
+    )
     max_logprobs: int = field(
         default=20, metadata={"help": "most logprobs a request may ask; -1: the vocabulary"}
     )

@@ -23,6 +23,7 @@ from slipstream.config.model_choices import check_front_end, kv_cache_choice, mo
 from slipstream.config.plan import Choice, EnginePlan
 from slipstream.config.runner import choose_runner, choose_steps_in_flight
 from slipstream.config.speculation import NO_FACTS, DrafterFacts, SpeculativeConfig, read_speculative_config
+from slipstream.config.structured_outputs import DECISION, structured_outputs_choice
 from slipstream.config.vllm_rules import vllm_choices, vllm_facts
 
 # As people read it: what runs, on what, with how much.
@@ -30,7 +31,7 @@ ORDER = (
     "model_runner", "async_scheduling", "speculation", "device", "attention_backend", "cuda_graphs",
     "compile_mode", "batch_invariant", "parallel", "kv_cache", "kv_cache_dtype", "prefix_caching", "dtype",
     "quantization", "load_format", "max_model_len", "max_num_seqs", "max_num_batched_tokens",
-    "scheduling_policy", "max_logprobs", "tokenizer", "chat_template",
+    "scheduling_policy", DECISION, "max_logprobs", "tokenizer", "chat_template",
 )  # fmt: skip
 DTYPES = ("float32", "bfloat16", "float16")
 LOAD_FORMATS = ("auto", "safetensors", "gguf", "dummy")
@@ -77,6 +78,7 @@ def resolve(
     )
     _scheduling(args, choices)
     choices["max_logprobs"] = _max_logprobs(args, spec)
+    choices[DECISION] = structured_outputs_choice(args)
     choices |= model_choices(args, spec, dtype, own_template)
     return EnginePlan(
         args=args,

@@ -27,6 +27,9 @@ MAX_LOGIT_BIAS = 1024
 MAX_BAD_WORDS = 128
 MAX_BAD_WORD_TOKENS = 1024
 MAX_LOGPROBS = 20
+MAX_CONSTRAINT_CHARS = 2**17  # of a schema, regex, structural tag or list of choices, as text
+MAX_GRAMMAR_CHARS = 2**15  # turning EBNF into Lark takes seconds for more
+MAX_CHOICES = 4096
 MAX_SEQUENCES = 4096  # prompts times n of one HTTP request
 SEED_RANGE = (-(2**63), 2**63 - 1)
 

@@ -24,6 +24,8 @@ class EngineRequest:
     priority: lower is served first (policy "priority"); arrival: time.monotonic() seconds at the door.
     resumed_token_ids: int32; tokens already produced and delivered by an engine that is gone: they go on from
     there.
+    grammar: what params.structured_outputs became at the door (grammar/form.py); empty where nothing
+    constrains the text.
     """
 
     key: int
@@ -37,3 +39,4 @@ class EngineRequest:
     arrival: float = 0.0
     cache_salt: str | None = None
     resumed_token_ids: Array = field(default_factory=lambda: np.empty(0, np.int32))
+    grammar: str = ""

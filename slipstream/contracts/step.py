@@ -20,6 +20,10 @@ def empty_i32() -> Array:
     return np.empty(0, np.int32)
 
 
+def no_masks() -> Array:
+    return np.empty((0, 0), np.int32)
+
+
 def draft_limits(most: int) -> tuple[int, ...]:
     """Drafts of a lane that steps are made for, ascending from 0 to the most there may be."""
     return (*(limit for limit in (0, 1, 2, 4, 8, 16) if limit < most), most)
@@ -67,6 +71,8 @@ class StepPlan:
     len_bound: the most KV positions that any lane may hold after this step (host bound).
     draft_tokens: drafts that a decode lane verifies at most; 0 is a plain step, whatever drafts rows hold.
     draft_room: drafts that all decode lanes verify together at most; lanes are served in their order.
+    legal_row: int32 [M], the rows that sample under a constraint; they verify no drafts. legal: int32
+        [M, W], the tokens that each may sample, bit t % 32 of word t // 32.
     """
 
     step: int
@@ -84,6 +90,8 @@ class StepPlan:
     grant_block: Array = field(default_factory=empty_i32)
     draft_tokens: int = 0
     draft_room: int = 0
+    legal_row: Array = field(default_factory=empty_i32)
+    legal: Array = field(default_factory=no_masks)
 
     def fresh_blocks(self) -> Array:
         """int32, new blocks that will be read half full: a prompt's last one, and those granted for

@@ -16,7 +16,8 @@ class StructuredOutputsParams:
     """Exactly one constraint. Raises BadRequest that names the field.
 
     json: a JSON schema, as an object or its text; regex, grammar (EBNF or Lark) and structural_tag: texts;
-    choice: the texts of which one is the answer; json_object: any JSON object.
+    choice: the texts of which one is the answer; json_object: any JSON object. origin: for errors, the field
+    of a request that the constraint came from, where that is another one.
     """
 
     json: str | dict[str, Any] | None = None
@@ -25,13 +26,14 @@ class StructuredOutputsParams:
     grammar: str | None = None
     json_object: bool | None = None
     structural_tag: str | None = None
+    origin: str = ""
 
     def __post_init__(self) -> None:
-        given = [field.name for field in fields(self) if getattr(self, field.name) is not None]
+        names = [field.name for field in fields(self) if field.name != "origin"]
+        given = [name for name in names if getattr(self, name) is not None]
         if len(given) != 1:
-            names = ", ".join(field.name for field in fields(self))
-            raise BadRequest(FIELD, given, f"must have exactly one of {names}")
-        value, name = getattr(self, given[0]), f"{FIELD}.{given[0]}"
+            raise BadRequest(self.origin or FIELD, given, f"must have exactly one of {', '.join(names)}")
+        value, name = getattr(self, given[0]), self.origin or f"{FIELD}.{given[0]}"
         match given[0]:
             case "json_object":
                 good, limit = value is True, "must be true"
@@ -45,3 +47,13 @@ class StructuredOutputsParams:
                 good, limit = isinstance(value, str) and bool(value), "must be a text that is not empty"
         if not good:
             raise BadRequest(name, value, limit)
+
+    @property
+    def kind(self) -> str:
+        """The name of the constraint that is given."""
+        return next(field.name for field in fields(self) if getattr(self, field.name) is not None)
+
+    @property
+    def field(self) -> str:
+        """What errors call it."""
+        return self.origin or f"{FIELD}.{self.kind}"

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import AsyncGenerator, Iterable
+from concurrent.futures import ThreadPoolExecutor
 from typing import Protocol
 
 from slipstream.config.args import EngineArgs
@@ -20,6 +21,8 @@ from slipstream.observe.log import get_logger
 from slipstream.text.tokenizer import Tokenizer
 
 log = get_logger(__name__)
+
+MOST_COMPILING = 16  # requests whose grammars are compiled at once; others wait
 
 
 class SelectableClient(EngineClient, Protocol):
@@ -67,6 +70,8 @@ class AsyncLLM:
         self._loop: asyncio.AbstractEventLoop | None = None
         self._dead: str | None = None
         self._lookers = Lookers()
+        # Threads that wait for grammars to be compiled; the compiling itself is of a pool of its own.
+        self._compiling = ThreadPoolExecutor(MOST_COMPILING, thread_name_prefix="compiling")
 
     @classmethod
     def from_engine_args(cls, args: EngineArgs) -> AsyncLLM:
@@ -94,7 +99,13 @@ class AsyncLLM:
         """
         self._listen()
         self._check()
-        prepared = self._inputs.prepare(prompt, sampling_params, priority)
+        if sampling_params.structured_outputs is None:
+            prepared = self._inputs.prepare(prompt, sampling_params, priority)
+        else:
+            prepared = await asyncio.get_running_loop().run_in_executor(
+                self._compiling, self._inputs.prepare, prompt, sampling_params, priority
+            )
+            self._check()
         state = self._outputs.open(request_id, prepared)
         wake = self._wake[state] = asyncio.Event()
         patience = None if max_wait is None else _Patience(max_wait, state, wake)
@@ -205,4 +216,5 @@ class AsyncLLM:
     def shutdown(self) -> None:
         """End the engine; requests that run raise EngineDeadError. May be called again."""
         self.stop("the engine was shut down")
+        self._compiling.shutdown(wait=False, cancel_futures=True)
         self._client.close()

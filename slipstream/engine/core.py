@@ -18,17 +18,19 @@ from slipstream.contracts.limits import ModelLimits
 from slipstream.contracts.outputs import EngineOutputs
 from slipstream.contracts.request import EngineRequest
 from slipstream.engine.client import EngineInfo
+from slipstream.engine.grammars import EngineGrammars, make_grammars
 from slipstream.engine.runners import Handle, build_runner
 from slipstream.engine.step_log import Launch, StepLog
 from slipstream.observe.trace import NoTracer, Tracer
 from slipstream.runner.memory import MemoryPlan
+from slipstream.runner.shapes import MOST_SAMPLES
 from slipstream.scheduler import Scheduler, SchedulerConfig
 from slipstream.scheduler.drafting import DraftPolicy
 
 log = logging.getLogger("slipstream.engine")
-
-# Most tokens of a step of decode lanes that verifies drafts: runner/shapes.py has no larger ones.
-DRAFT_STEP_TOKENS = 1024
+# How long planning waits for masks while a step runs, as a share of the last one, so that constrained rows
+# join the very next step; and an idle engine, before it looks for messages.
+MASK_PATIENCE, IDLE_SECONDS = 0.25, 0.005
 
 
 class EngineCore:
@@ -36,11 +38,12 @@ class EngineCore:
     honoured."""
 
     def __init__(self, plan: EnginePlan) -> None:
+        self._grammars = make_grammars(plan)
         built = build_runner(plan)
         self._runner = built.runner
         self.memory = built.memory
         num_blocks = built.memory.num_blocks
-        self.scheduler = _make_scheduler(plan, num_blocks)
+        self.scheduler = _make_scheduler(plan, num_blocks, self._grammars)
         choices = dict(plan.choices)
         choices["linear"] = Choice(value=built.linear_name, reason=built.linear_reason, flag="--dtype")
         choices["kv_cache"] = _as_built(choices["kv_cache"], built.memory)
@@ -57,34 +60,43 @@ class EngineCore:
         self._flight: deque[tuple[Handle, Launch]] = deque()
         self._log = StepLog(plan.max_num_seqs)
         self._planned_tokens = 0
+        self._step_seconds = 0.0  # of the last step, on the device
         self._tracer: Tracer | NoTracer = Tracer(plan.args.trace) if plan.args.trace else NoTracer()
         for line in Explanation(choices=choices, vllm=plan.vllm_0_31).table(LOG_COLUMNS):
             log.info("%s", line)
 
     def add(self, requests: Sequence[EngineRequest]) -> None:
         for request in requests:
-            self.scheduler.add(request)
+            if request.grammar:
+                self._grammars.open(request)
+            else:
+                self.scheduler.add(request)
 
     def abort(self, keys: Sequence[int]) -> None:
         self.scheduler.abort(keys)
 
     @property
     def has_work(self) -> bool:
-        return bool(self._flight) or self.scheduler.has_work
+        return bool(self._flight) or self.scheduler.has_work or self._grammars.num_opening > 0
 
     def step(self) -> EngineOutputs | None:
         """Fill the pipeline, then wait for the oldest step. None where nothing was in flight and nothing
         could be scheduled."""
+        self._await_masks()
         begin = time.perf_counter()
         while len(self._flight) < self._depth and self._submit():
             pass
         host = time.perf_counter() - begin
         if not self._flight:
-            return self._drain()
+            outputs = self._drain()
+            if outputs is None:
+                self._grammars.wait(IDLE_SECONDS)
+            return outputs
         handle, launch = self._flight.popleft()
         result = handle.wait()
         begin = time.perf_counter()
-        outputs = self.scheduler.apply(result, self._log.duration(handle.event))
+        self._step_seconds = self._log.duration(handle.event)
+        outputs = self.scheduler.apply(result, self._step_seconds)
         end = time.perf_counter()
         outputs.stats.steps_in_flight = len(self._flight)
         started = self._log.add(launch, handle.event, begin, end)
@@ -94,6 +106,17 @@ class EngineCore:
         self._tracer.span("device", "step", started, handle.event.end, step=handle.step)
         self._tracer.span("output", "apply", begin, end, step=handle.step)
         return outputs
+
+    def _await_masks(self) -> None:
+        """Requests whose grammars are compiled go to the scheduler; masks are waited for a little where the
+        device has work meanwhile."""
+        if self._grammars.busy and self._flight and not self._flight[-1][0].done():
+            self._grammars.wait(MASK_PATIENCE * self._step_seconds)
+        for request, error in self._grammars.take_opened():
+            if error is None:
+                self.scheduler.add(request)
+            else:
+                self.scheduler.refuse(request, error)
 
     def _drain(self) -> EngineOutputs | None:
         self._log.rest()
@@ -132,14 +155,15 @@ class EngineCore:
         while self._flight:
             self._flight.popleft()[0].wait()
         self._runner.close()
+        self._grammars.shut_down()
         self._tracer.close()
 
 
-def _make_scheduler(plan: EnginePlan, num_blocks: int) -> Scheduler:
+def _make_scheduler(plan: EnginePlan, num_blocks: int, grammars: EngineGrammars) -> Scheduler:
     drafts, lookahead, drafting, ahead = 0, 0, None, 1
     if plan.speculation is not None:
         drafts, lookahead = plan.speculation.num_speculative_tokens, plan.speculation.lookahead
-        drafting = DraftPolicy(drafts, max(DRAFT_STEP_TOKENS, plan.max_num_seqs))
+        drafting = DraftPolicy(drafts, max(MOST_SAMPLES, plan.max_num_seqs))
         # Bounds run ahead by all drafts of the steps in flight.
         ahead += -(-(1 + drafts) * plan.steps_in_flight // plan.block_size)
     config = SchedulerConfig(
@@ -154,7 +178,7 @@ def _make_scheduler(plan: EnginePlan, num_blocks: int) -> Scheduler:
         lookahead=lookahead,
         grant_ahead=ahead,
     )
-    return Scheduler(config, drafting)
+    return Scheduler(config, drafting, grammars)
 
 
 def _as_built(planned: Choice, memory: MemoryPlan) -> Choice:

@@ -26,7 +26,10 @@ class InprocClient:
     def receive(self, timeout: float | None = None) -> EngineOutputs | None:
         """One step's outputs; None where there is no work. A step is never cut short, whatever the
         timeout."""
-        return self.core.step() if self.core.has_work else None
+        outputs = None
+        while outputs is None and self.core.has_work:
+            outputs = self.core.step()
+        return outputs
 
     def close(self) -> None:
         self.core.close()

@@ -12,11 +12,12 @@ from typing import Any, NotRequired, TypedDict
 import numpy as np
 
 from slipstream.config.args import EngineArgs
+from slipstream.config.structured_outputs import NONE, config_of
 from slipstream.contracts.errors import BadRequest
 from slipstream.contracts.limits import MAX_END_TOKEN_IDS, check_request
 from slipstream.contracts.sampling_params import SamplingParams
-from slipstream.contracts.structured_outputs import FIELD
 from slipstream.engine.client import EngineInfo
+from slipstream.grammar.compiler import Compiler
 from slipstream.text.tokenizer import Tokenizer, load_tokenizer
 
 Array = np.ndarray
@@ -56,6 +57,7 @@ class PreparedRequest:
     bad_word_token_ids: tuple[tuple[int, ...], ...]
     priority: int
     cache_salt: str | None
+    grammar: str = ""
 
 
 class InputProcessor:
@@ -69,19 +71,23 @@ class InputProcessor:
         self._end_token_ids = tuple(i for i in dict.fromkeys((*info.end_token_ids, *own)) if i < vocab)
         self._by_priority = info.plan.get("scheduling_policy", {}).get("value") == "priority"
         self._random = random.Random(seed)
+        self._structured = config_of(info.plan)
+        self._compiler: Compiler | None = None
+        if tokenizer is not None and self._structured.backend != NONE:
+            self._compiler = Compiler(lambda: tokenizer, vocab, info.end_token_ids)
         # A banned word is tokenised once, not once a prompt.
         self._word_ids = functools.lru_cache(_CACHED_WORDS)(self._tokenise_word)
 
     def prepare(self, prompt: Prompt, params: SamplingParams, priority: int = 0) -> PreparedRequest:
-        """Raises BadRequest that names the field, its value and the limit."""
+        """Raises BadRequest that names the field, its value and the limit. Waits until a grammar is compiled,
+        so an event loop has another thread call it for one."""
         if priority and not self._by_priority:
             raise BadRequest("priority", priority, "must be 0 unless --scheduling-policy=priority")
-        if params.structured_outputs is not None:
-            limit = "structured outputs are not built in this engine"
-            raise BadRequest(FIELD, params.structured_outputs, limit)
         text, given, salt = _parts(prompt)
         token_ids = self._encode(text) if given is None else given
-        ends = () if params.ignore_eos else self._end_token_ids
+        # Where a grammar is at its end nothing but an end token is legal, so it ends the text.
+        endless = params.ignore_eos and params.structured_outputs is None
+        ends = () if endless else self._end_token_ids
         ends = tuple(dict.fromkeys((*ends, *(params.stop_token_ids or ()))))
         if len(ends) > MAX_END_TOKEN_IDS:
             limit = f"must be at most {MAX_END_TOKEN_IDS}, together with the model's end tokens"
@@ -90,6 +96,7 @@ class InputProcessor:
         if params.stop and self._tokenizer is None:
             raise BadRequest("stop", params.stop, "needs a tokenizer: the engine runs without one")
         check_request(token_ids, params, self._limits, ends, banned)
+        grammar = self._grammar(params, banned)
         most = self._limits.max_model_len
         return PreparedRequest(
             text=text,
@@ -102,6 +109,7 @@ class InputProcessor:
             bad_word_token_ids=banned,
             priority=priority,
             cache_salt=salt,
+            grammar=grammar,
         )
 
     def _encode(self, text: str | None) -> list[int]:
@@ -109,6 +117,22 @@ class InputProcessor:
         if self._tokenizer is None:
             raise BadRequest("prompt", text, "must be token ids: the engine runs without a tokenizer")
         return self._tokenizer.encode(text, add_special_tokens=True)
+
+    def _grammar(self, params: SamplingParams, banned: Sequence[Sequence[int]]) -> str:
+        """What constrains the text; empty where nothing does."""
+        asked = params.structured_outputs
+        if asked is None:
+            return ""
+        if self._compiler is None:
+            limit = "needs a tokenizer: the engine runs without one"
+            raise BadRequest(asked.field, getattr(asked, asked.kind), limit)
+        grammar, legal = self._compiler.check(asked, self._structured)
+        legal[[word[0] for word in banned if len(word) == 1]] = False
+        allowed = params.allowed_token_ids
+        if not (legal if allowed is None else legal[list(allowed)]).any():
+            limit = "allows no first token that allowed_token_ids and bad_words leave"
+            raise BadRequest(asked.field, getattr(asked, asked.kind), limit)
+        return grammar
 
     def _banned(self, params: SamplingParams) -> tuple[tuple[int, ...], ...]:
         """Each bad word as it is spelled at the start of a text and, where that has as many tokens, after a

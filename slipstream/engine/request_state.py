@@ -143,6 +143,7 @@ class RequestState:
                 priority=prepared.priority,
                 arrival=self.metrics.arrival_time,
                 cache_salt=prepared.cache_salt,
+                grammar=prepared.grammar,
             )
             for sample in self.samples
         ]

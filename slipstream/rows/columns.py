@@ -14,6 +14,8 @@ import numpy as np
 
 Array = np.ndarray
 
+LEGAL = "legal"  # the list column of tokens that a row may sample, which plans write
+
 
 @dataclass(frozen=True, slots=True)
 class Column:

@@ -16,7 +16,7 @@ import torch
 
 from slipstream.contracts import limits
 from slipstream.contracts.step import Admission
-from slipstream.rows.columns import Column
+from slipstream.rows.columns import LEGAL, Column
 from slipstream.rows.doors import InDoor, StagedWrites
 
 Array = np.ndarray
@@ -158,6 +158,15 @@ class RowTable:
     def grant(self, rows: Array, index: Array, blocks: Array) -> None:
         """blocks[row, index] = block for each of the int32 arrays' entries."""
         self._door.cells(self._offset["blocks"] + rows.astype(np.int64) * self.max_blocks + index, blocks)
+
+    def constrain(self, rows: Array, legal_MW: Array, fresh: Array) -> None:
+        """What rows may sample in the next step; drafts that stand in them are void. fresh: rows whose
+        admission is in the same flush."""
+        for row, words in zip(rows.tolist(), legal_MW, strict=True):
+            self.stage_list(row, self._column[LEGAL], words, 0)
+        old = np.setdiff1d(rows, fresh)
+        places = old.astype(np.int64) * len(self._scalars) + self._slot_of["draft_count"]
+        self._door.cells(places, np.zeros(len(old), np.int32))
 
     def set_lanes(self, name: str, values: Array) -> None:
         """Write one lane array from its start (int32)."""

@@ -49,6 +49,8 @@ class ModelRunner:
         self._admit(plan.admissions)
         if len(plan.grant_row):
             self.table.grant(plan.grant_row, plan.grant_index, plan.grant_block)
+        if len(plan.legal_row):
+            self.table.constrain(plan.legal_row, plan.legal, _rows_of(plan.admissions))
         lanes = self._stage_lanes(plan)
         bound_L = self._mirror.advance(plan)
         scores = prompt_scores(lanes, self._mirror, bound_L)
@@ -65,7 +67,7 @@ class ModelRunner:
         """Rows whose owner left die, unless this very plan gives them to somebody else."""
         rows = plan.released
         if len(rows) and plan.admissions:
-            rows = np.setdiff1d(rows, np.array([a.row for a in plan.admissions], np.int32))
+            rows = np.setdiff1d(rows, _rows_of(plan.admissions))
         if len(rows):
             self.table.release(rows)
 
@@ -85,3 +87,8 @@ class ModelRunner:
 
     def close(self) -> None:
         self.stream.close()
+
+
+def _rows_of(admissions: Sequence[Admission]) -> np.ndarray:
+    """int32, the rows that these take."""
+    return np.array([admission.row for admission in admissions], np.int32)

@@ -9,7 +9,7 @@ import numpy as np
 
 from slipstream.contracts.limits import MAX_END_TOKEN_IDS, count_logprobs
 from slipstream.contracts.step import Admission, Finish
-from slipstream.rows.columns import Column
+from slipstream.rows.columns import LEGAL, Column
 from slipstream.sampling.pipeline import Pipeline
 
 Array = np.ndarray
@@ -53,6 +53,11 @@ class LiveRequest:
     def room(self) -> int:
         """Drafts that could be taken: one token more always comes."""
         return max(self.max_len - len(self.tokens) - 1, 0) if not self.finish else 0
+
+    def constrain(self, legal: Array) -> None:
+        """The tokens that may be next; drafts were not held against them."""
+        self.sampling[LEGAL] = legal
+        self.drafts = []
 
     def append(self, token: int, ok: bool) -> bool:
         """Take what was sampled; the request may end by it. False where there was no room or no token."""

@@ -1,4 +1,7 @@
-"""min_tokens: the ids that end a row are impossible until its output is that long."""
+"""min_tokens: the ids that end a row are impossible until its output is that long.
+
+Where a grammar decides what is legal, it also decides whether an end can be put off (grammar/matchers.py).
+"""
 
 from __future__ import annotations
 
@@ -20,7 +23,7 @@ class MinTokens:
     columns: tuple[Column, ...] = ()
 
     def admit(self, request: EngineRequest, write: RowWriter) -> bool:
-        return request.params.min_tokens > 0 and len(request.end_token_ids) > 0
+        return request.params.min_tokens > 0 and len(request.end_token_ids) > 0 and not request.grammar
 
     def apply(self, logits_NV: Tensor, batch: SampleBatch) -> None:
         lane_n = batch.feature_lanes[self.name]

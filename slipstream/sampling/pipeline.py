@@ -25,6 +25,7 @@ from slipstream.sampling.min_p import MinP
 from slipstream.sampling.min_tokens import MinTokens
 from slipstream.sampling.penalties import Penalties
 from slipstream.sampling.protocol import EditingFeature, Feature, SampleBatch
+from slipstream.sampling.structured_outputs import StructuredOutputs
 from slipstream.sampling.temperature import Temperature
 from slipstream.sampling.top_k import TopK
 from slipstream.sampling.top_p import TopP
@@ -38,6 +39,7 @@ def default_features(
     """Every feature, in the order stated in docs/sampling.md. max_lanes, device: for scratch of sample_all's
     stage "full"; not needed where it is not used."""
     return (
+        StructuredOutputs(vocab_size),
         AllowedTokenIds(vocab_size),
         LogitBias(),
         MinTokens(),

@@ -22,7 +22,8 @@ class RowColumns:
     so far, exact in prefill; a decode row's lags by the steps since it was settled (see Scheduler).
     registered: leading blocks offered to the prefix cache. granted: blocks in blocks[row]. blocks: int32 [R,
     blocks of max_model_len]. drafted, accepted: int32, draft tokens that were verified and taken since the
-    owner came. tokens: int32 [R, max_model_len], zeros that cost memory only where written. """
+    owner came. constrained: bool; held: bool, constrained and without a mask for its next token (see
+    constrained.py). tokens: int32 [R, max_model_len], zeros that cost memory only where written. """
 
     def __init__(self, config: SchedulerConfig) -> None:
         rows = config.max_num_seqs
@@ -37,6 +38,8 @@ class RowColumns:
         self.granted = np.zeros(rows, np.int32)
         self.drafted = np.zeros(rows, np.int32)
         self.accepted = np.zeros(rows, np.int32)
+        self.constrained = np.zeros(rows, np.bool_)
+        self.held = np.zeros(rows, np.bool_)
         self.blocks = np.zeros((rows, config.blocks_for(config.max_model_len)), np.int32)
         self.tokens = np.zeros((rows, config.max_model_len), np.int32)
         self.tokens_flat = self.tokens.reshape(-1)
@@ -45,7 +48,8 @@ class RowColumns:
     def decoding(self) -> Array:
         """int64, rows that may gain a token. A row whose bound reached max_len only waits for its results.
         Bounds must be settled."""
-        return np.flatnonzero((self.phase == DECODE) & (self.computed_bound + 1 < self.max_len))
+        free = (self.phase == DECODE) & ~self.held
+        return np.flatnonzero(free & (self.computed_bound + 1 < self.max_len))
 
     def snapshot(self, steps: Array) -> EngineSnapshot:
         """Copies of what a reader may see. What a row's owner left stays in its columns while it is free."""

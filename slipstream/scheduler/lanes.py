@@ -10,7 +10,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from slipstream.contracts.step import empty_i32
-from slipstream.scheduler.columns import Array, RowColumns
+from slipstream.scheduler.columns import DECODE, Array, RowColumns
 from slipstream.scheduler.config import SchedulerConfig
 
 FOREVER = 1 << 30
@@ -54,6 +54,25 @@ def make_lanes(columns: RowColumns, decode_row: Array, chunks: list[Chunk]) -> L
         row[lane], query_len[lane], samples[lane] = chunk.row, chunk.size, chunk.last
     generation, key = columns.generation[row], columns.key[row]
     return Lanes(row, generation, query_len, samples, key, row[:decodes], tuple(chunks))
+
+
+def take_chunk(columns: RowColumns, row: int, budget: int) -> Chunk:
+    """The row's next prefill lane. Of several only the last is cut short, so those that end come first."""
+    start, target = int(columns.computed_bound[row]), int(columns.target[row])
+    end = min(target, start + budget)
+    columns.computed_bound[row] = end
+    if end == target:
+        columns.phase[row] = DECODE
+    return Chunk(row, end - start, end, end == target)
+
+
+def affordable_drafts(drafts: int, decodes: int, most_tokens: int, prompts_wait: bool) -> int:
+    """So many drafts of a lane that the step's tokens hold them. Where prompts wait they get half of what is
+    left of it."""
+    if not drafts or not decodes:
+        return drafts
+    spare = most_tokens - decodes
+    return min(drafts, (spare // 2 if prompts_wait else spare) // decodes)
 
 
 NO_ROWS = empty_i32()

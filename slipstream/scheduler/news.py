@@ -13,6 +13,9 @@ from slipstream.scheduler.columns import Array
 from slipstream.scheduler.queue import Entry
 
 NO_TOKENS = np.empty((0, 1), np.int32)
+# Why a row ended with Finish.ERROR: in general, and where a grammar constrains it.
+ROW_FAILED = "the logits of this request were not finite, or no token was left to choose"
+NO_LEGAL_TOKEN = "structured_outputs: bans left no token that the grammar allows, or logits were not finite"
 
 
 class News:

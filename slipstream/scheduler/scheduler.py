@@ -17,6 +17,7 @@ from slipstream.contracts.request import EngineRequest
 from slipstream.contracts.step import Admission, Finish, StepPlan, StepResult
 from slipstream.scheduler.columns import DECODE, PREFILL, Array
 from slipstream.scheduler.config import SchedulerConfig
+from slipstream.scheduler.constrained import NO_MASKS, Constraints, NoConstraints, advance, take_legal
 from slipstream.scheduler.drafting import Drafting, NoDrafting, count_drafts
 from slipstream.scheduler.fitting import refusal, within_pool
 from slipstream.scheduler.lanes import (
@@ -25,19 +26,20 @@ from slipstream.scheduler.lanes import (
     NO_ROWS,
     Chunk,
     Lanes,
+    affordable_drafts,
     blocks_short,
     length_bound,
     make_lanes,
     quiet_tokens,
+    take_chunk,
 )
-from slipstream.scheduler.news import NO_TOKENS, News, pick_logprobs
+from slipstream.scheduler.news import NO_LEGAL_TOKEN, NO_TOKENS, ROW_FAILED, News, pick_logprobs
 from slipstream.scheduler.queue import Entry, WaitingQueue
 from slipstream.scheduler.tenancy import Tenancy
 
 Grants = tuple[Array, Array, Array]
 NO_GRANTS: Grants = (NO_ROWS, NO_ROWS, NO_ROWS)
 FINISH_NONE, FINISH_ERROR = int(Finish.NONE), int(Finish.ERROR)
-ROW_FAILED = "the logits of this request were not finite, or no token was left to choose"
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,11 +55,15 @@ class Flight:
 
 class Scheduler:
     """One thread calls it. Requests are known by their keys, rows by (row, generation). drafting: chooses how
-    many drafts a step verifies; needed where config.tokens_per_step is over 1."""
+    many drafts a step verifies; needed where config.tokens_per_step is over 1. constraints: knows every
+    request with a grammar before it is added."""
 
-    def __init__(self, config: SchedulerConfig, drafting: Drafting | None = None) -> None:
+    def __init__(
+        self, config: SchedulerConfig, drafting: Drafting | None = None,
+        constraints: Constraints | None = None,
+    ) -> None:
         self.config = config
-        self._drafting: Drafting = NoDrafting() if drafting is None else drafting
+        self._drafting, self._constraints = drafting or NoDrafting(), constraints or NoConstraints()
         self._rows = Tenancy(config)
         self._columns = self._rows.columns
         self._waiting = WaitingQueue()
@@ -90,7 +96,7 @@ class Scheduler:
         tokens = np.concatenate((request.prompt_token_ids, request.resumed_token_ids), dtype=np.int32)
         request = within_pool(request, self.config)
         if (text := refusal(request, len(tokens), self.config)) is not None:
-            self._news.failed(request.key, text)
+            self.refuse(request, text)
             return
         priority = request.priority if self.config.policy == "priority" else 0
         entry = Entry(request, (priority, request.arrival, self._sequence), tokens)
@@ -98,6 +104,11 @@ class Scheduler:
         self._entries[request.key] = entry
         self._waiting.push(entry)
         self._blocked = False
+
+    def refuse(self, request: EngineRequest, text: str) -> None:
+        """A request that was not added ends with an error."""
+        self._constraints.close(request.key)
+        self._news.failed(request.key, text)
 
     def abort(self, keys: Iterable[int]) -> None:
         """End requests without a further output. Unknown and finished keys are ignored."""
@@ -114,6 +125,7 @@ class Scheduler:
 
     def _end(self, key: int, *, keep: bool) -> bool:
         entry = self._entries.pop(key, None)
+        self._constraints.close(key)
         if entry is None:
             return False
         if entry.waiting:
@@ -134,7 +146,8 @@ class Scheduler:
 
     def schedule(self) -> StepPlan | None:
         """The next step; None where no row can compute now (results in flight may change that)."""
-        grants, admissions, changed = NO_GRANTS, [], False
+        grants, legal, admissions, changed = NO_GRANTS, NO_MASKS, [], False
+        self._take_masks()
         drafts = self._drafting.choose(len(self._lanes.decode_row))
         if self._stale or self._run <= 0 or self._room <= drafts or self._prefills or self._may_admit():
             self._settle()
@@ -151,19 +164,29 @@ class Scheduler:
         if not len(lanes):
             return None
         decodes = len(lanes.decode_row)
+        if changed:
+            legal = take_legal(self._columns, self._constraints, lanes)
+            self._stale |= len(legal[0]) > 0  # these rows are out of the next step
         released = self._rows.take_released() if self._rows.released else NO_ROWS
         plan = StepPlan(
             self._step, lanes.row, lanes.generation, lanes.query_len, lanes.samples, decodes,
             changed or drafts != self._drafts, self._length_bound, released, admissions, *grants,
-            draft_tokens=drafts, draft_room=decodes * drafts,
+            draft_tokens=drafts, draft_room=decodes * drafts, legal_row=legal[0], legal=legal[1],
         )
         self._flight.append(Flight(self._step, lanes, self._rows.departures, drafts))
         self._step += 1
-        self._drafts = drafts
-        self._room -= 1 + drafts
-        self._run -= 1 + drafts
-        self._elapsed += 1 + drafts
+        self._drafts, most = drafts, 1 + drafts
+        self._room, self._run, self._elapsed = self._room - most, self._run - most, self._elapsed + most
         return plan
+
+    def _take_masks(self) -> None:
+        """Rows whose masks have come take part again."""
+        for key, error in self._constraints.take_ready():
+            if error is not None:
+                self.fail([key], error)
+            elif (entry := self._entries[key]).row >= 0:
+                self._columns.held[entry.row] = False
+                self._stale = True
 
     def _may_admit(self) -> bool:
         return not self._blocked and len(self._waiting) > 0 and self._rows.num_free_rows > 0
@@ -180,7 +203,8 @@ class Scheduler:
         config, pool = self.config, self._rows.pool
         preempted = False
         rows = self._columns.decoding()
-        drafts = self._affordable(drafts, len(rows))
+        waits = bool(self._prefills) or self._may_admit()
+        drafts = affordable_drafts(drafts, len(rows), config.max_num_batched_tokens, waits)
         needed = blocks_short(self._columns, rows, config, 1 + drafts, 0)
         if drafts and int(needed.sum()) > pool.num_free:
             # Nobody leaves for the sake of guesses.
@@ -198,16 +222,6 @@ class Scheduler:
         counts = wanted if 2 * int(wanted.sum()) <= pool.num_free else needed
         return rows, self._rows.grant(rows, counts), preempted, drafts
 
-    def _affordable(self, drafts: int, decodes: int) -> int:
-        """So many drafts that the step's tokens hold them. Where prompts wait they get half of what is left
-        of it."""
-        if not drafts or not decodes:
-            return drafts
-        spare = self.config.max_num_batched_tokens - decodes
-        if self._prefills or self._may_admit():
-            spare //= 2
-        return min(drafts, spare // decodes)
-
     def _preempt(self) -> None:
         """The last in order leaves its row as if finished, and waits again with what it has."""
         owners = (entry for entry in self._rows.entry_of if entry is not None)
@@ -223,26 +237,17 @@ class Scheduler:
         for row in self._prefills:
             if budget == 0:
                 break
-            chunks.append(self._chunk(row, budget))
+            chunks.append(take_chunk(self._columns, row, budget))
             budget -= chunks[-1].size
         self._prefills = self._prefills[sum(chunk.last for chunk in chunks) :]
         return chunks
 
-    def _chunk(self, row: int, budget: int) -> Chunk:
-        """The row's next prefill lane. Of several only the last is cut short, so those that end come
-        first."""
-        columns = self._columns
-        start, target = int(columns.computed_bound[row]), int(columns.target[row])
-        end = min(target, start + budget)
-        columns.computed_bound[row] = end
-        if end == target:
-            columns.phase[row] = DECODE
-        return Chunk(row, end - start, end, end == target)
-
     def _admit(self, budget: int, chunks: list[Chunk]) -> list[Admission]:
         """Admit from the head of the queue while rows, blocks and budget last; appends their first chunks."""
-        admissions: list[Admission] = []
+        admissions = list[Admission]()
         while budget > 0 and self._may_admit() and (entry := self._waiting.peek()) is not None:
+            if entry.request.grammar and not self._constraints.ready(entry.request.key):
+                break  # preempted while its mask is computed
             # A free block for each running row, so that newcomers survive the next block boundary.
             admission = self._rows.admit(entry, reserve=self._rows.num_owned_rows)
             if admission is None:
@@ -251,7 +256,7 @@ class Scheduler:
             self._waiting.pop()
             self._count_admission(entry, admission)
             admissions.append(admission)
-            chunk = self._chunk(admission.row, budget)
+            chunk = take_chunk(self._columns, admission.row, budget)
             budget -= chunk.size
             chunks.append(chunk)
             if not chunk.last:
@@ -287,14 +292,14 @@ class Scheduler:
         assert flight.step == result.step, f"result of step {result.step}, expected {flight.step}"
         lanes, all_owned = flight.lanes, flight.departures == self._rows.departures
         owned = None if all_owned else self._columns.generation[lanes.row] == lanes.generation
-        if lanes.chunks:
-            self._note_computed(lanes, owned)
+        for lane, chunk in enumerate(lanes.chunks, len(lanes.decode_row)):
+            if owned is None or owned[lane]:
+                self._rows.computed(chunk.row, chunk.end)
         for piece in result.prompt_logprobs:
             if self._columns.generation[piece.row] == piece.generation:
                 self._news.scored(self._rows.owner(piece.row), piece)
-        counts, tokens, finish = result.num_tokens, result.tokens, result.finish
+        counts, tokens, finish, picked = result.num_tokens, result.tokens, result.finish, None
         drafted = self._verified(flight, result, owned, seconds) if self.config.tokens_per_step > 1 else None
-        picked: Array | None = None
         rows, keys = lanes.row, lanes.key
         if owned is not None or not counts.all():
             has_news = (counts > 0) | (finish != FINISH_NONE)
@@ -303,16 +308,12 @@ class Scheduler:
             counts, tokens, finish = counts[picked], tokens[picked], finish[picked]
             drafted = None if drafted is None else drafted[picked]
         self._columns.append(rows, counts, tokens)
+        advance(self._columns, self._constraints, rows, counts, tokens, finish)
         if finish.any():
             self._finish(rows, finish)
         self._counts.steps += 1
         scores = pick_logprobs(result, picked)
         return self._news.outputs(keys, counts, tokens, finish, scores, self.stats(), drafted)
-
-    def _note_computed(self, lanes: Lanes, owned: Array | None) -> None:
-        for lane, chunk in enumerate(lanes.chunks, len(lanes.decode_row)):
-            if owned is None or owned[lane]:
-                self._rows.computed(chunk.row, chunk.end)
 
     def _verified(
         self, flight: Flight, result: StepResult, owned: Array | None, seconds: float
@@ -320,7 +321,8 @@ class Scheduler:
         """Learn from a step of an engine that drafts, and count what it verified: int32 [L], as it is."""
         lanes, decodes = flight.lanes, len(flight.lanes.decode_row)
         counts = result.num_tokens[:decodes]
-        live = counts > 0 if owned is None else (counts > 0) & owned[:decodes]
+        live = (counts > 0) & ~self._columns.constrained[lanes.decode_row]
+        live = live if owned is None else live & owned[:decodes]
         taken = counts[:0]
         if flight.drafts:
             self._tighten(lanes, 1 + flight.drafts, counts, owned)
@@ -346,8 +348,10 @@ class Scheduler:
             # A row with bad numbers may have bad numbers in its blocks.
             entry = self._leave(int(rows[place]), keep=not failed)
             del self._entries[entry.request.key]
+            self._constraints.close(entry.request.key)
             if failed:
-                self._news.failed(entry.request.key, ROW_FAILED, in_step=True)
+                text = NO_LEGAL_TOKEN if entry.request.grammar else ROW_FAILED
+                self._news.failed(entry.request.key, text, in_step=True)
 
     def drain(self) -> EngineOutputs | None:
         """News that no step will bring (refused and failed requests); None where there is none."""

@@ -64,6 +64,7 @@ class Tenancy:
         columns.registered[row] = len(cached)
         columns.granted[row] = len(blocks)
         columns.drafted[row] = columns.accepted[row] = 0
+        columns.constrained[row], columns.held[row] = bool(entry.request.grammar), False
         columns.blocks[row, : len(blocks)] = blocks
         columns.tokens[row, : len(entry.tokens)] = entry.tokens
         return Admission(row, int(columns.generation[row]), entry.request, entry.tokens, num_cached, blocks)

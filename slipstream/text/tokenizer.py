@@ -72,6 +72,15 @@ class Tokenizer:
             return text
         return "".join(self._backend.decode([i], skip_special_tokens=skip_special_tokens) for i in ids)
 
+    def is_special(self, text: str) -> bool:
+        """Whether a text is one special token."""
+        return self._backend.token_to_id(text) in self.special_ids
+
+    def to_json(self) -> str:
+        """All of it in the tokenizers library's own form."""
+        text: str = self._backend.to_str()
+        return text
+
     def convert_ids_to_tokens(self, ids: Sequence[int]) -> list[str]:
         """The vocabulary's own spelling of each id; empty for an id beyond it."""
         return [self._backend.id_to_token(i) or "" for i in ids]

@@ -17,6 +17,7 @@ LEVELS = (
     ("loading",),
     ("speculation",),
     ("text",),
+    ("grammar",),
     ("runner", "scheduler"),
     ("runner_v1",),
     ("engine",),
@@ -26,7 +27,7 @@ LEVELS = (
     ("",),  # slipstream/__init__.py itself
 )
 LEVEL_OF = {part: level for level, parts in enumerate(LEVELS) for part in parts}
-WITHOUT_TORCH = {"contracts", "observe", "errors", "config", "text", "scheduler", "server", "cli", ""}
+WITHOUT_TORCH = {"contracts", "observe", "errors", "config", "text", "grammar", "scheduler", "server", "cli", ""}
 DELETABLE = {"runner_v1"}
 # All that the old runner takes of the new one: what a device's memory is, and how columns are declared.
 RUNNER_V1_MAY_IMPORT = ("slipstream.runner.memory", "slipstream.rows.columns.", "slipstream.rows.stream.")

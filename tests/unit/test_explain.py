@@ -48,6 +48,7 @@ OTHER_VALUES = {
     "--batch-invariant": "",
     "--compilation-config": """'{{"mode": "stock_torch_compile"}}'""",
     "--speculative-config": """'{{"method": "ngram"}}'""",
+    "--structured-outputs-config": """'{{"disable_any_whitespace": true}}'""",
     "--max-logprobs": "5",
     "--chat-template": "'{{{{ messages }}}}'",
 }

@@ -1,0 +1,71 @@
+"""--structured-outputs-config as one frozen object. Keys and meaning follow vLLM; what cannot be honoured is
+a ValueError that names the key."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass
+from typing import Any
+
+from slipstream.config.args import EngineArgs
+from slipstream.config.json_flag import read_object
+from slipstream.config.plan import Choice
+
+FLAG = "--structured-outputs-config"
+DECISION = "structured_outputs"
+BACKENDS = ("auto", "guidance")
+NONE = "none"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StructuredOutputsConfig:
+    """backend: "guidance", or "none" where requests are not constrained. disable_any_whitespace: JSON has the
+    spaces of json.dumps alone; disable_additional_properties: objects have the properties that their schema
+    names. compile_timeout: seconds that a request's grammar may take to compile."""
+
+    backend: str
+    disable_any_whitespace: bool = False
+    disable_additional_properties: bool = False
+    compile_timeout: float = 10.0
+
+
+NOTHING = StructuredOutputsConfig(backend=NONE)
+
+
+def read_structured_outputs(args: EngineArgs) -> StructuredOutputsConfig:
+    """Raises ValueError."""
+    given = read_object("structured_outputs_config", args.structured_outputs_config)
+    backend = given.pop("backend", BACKENDS[0])
+    if backend not in BACKENDS:
+        raise ValueError(f"{FLAG}: backend={backend!r}: must be one of {', '.join(BACKENDS)}")
+    for key, value in given.items():
+        if key in ("disable_any_whitespace", "disable_additional_properties"):
+            if type(value) is not bool:
+                raise ValueError(f"{FLAG}: {key}={value!r}: must be true or false")
+        elif key != "compile_timeout":
+            known = ("backend", *list(asdict(NOTHING))[1:])
+            raise ValueError(f"{FLAG}: {key}={value!r}: unknown key; keys are {', '.join(known)}")
+        elif type(value) not in (int, float) or not 0 < value <= 600:
+            raise ValueError(f"{FLAG}: {key}={value!r}: must be a number of seconds, over 0 and at most 600")
+    if args.skip_tokenizer_init:
+        return NOTHING
+    return StructuredOutputsConfig(backend="guidance", **given)
+
+
+def structured_outputs_choice(args: EngineArgs) -> Choice:
+    """value: the config's fields. Raises ValueError."""
+    config = read_structured_outputs(args)
+    if config.backend == NONE:
+        reason = "a grammar is made of tokens' texts, and there is no tokenizer"
+        return Choice(value={"backend": NONE}, reason=reason, flag="--skip-tokenizer-init")
+    reason = (
+        "llguidance: masks are computed on the host while other rows' steps run; a constrained row waits for "
+        "its own mask and takes part in the next step after that; it verifies no drafts"
+    )
+    return Choice(value=asdict(config), reason=reason, flag=FLAG)
+
+
+def config_of(choices: Mapping[str, Mapping[str, Any]]) -> StructuredOutputsConfig:
+    """What an engine's plan (EngineInfo.plan) says."""
+    choice = choices.get(DECISION)
+    return NOTHING if choice is None else StructuredOutputsConfig(**choice["value"])

@@ -1,0 +1,1 @@
+"""Structured outputs: from what a request asks to the tokens that it may sample next. No torch, no runner."""
