@@ -1,4 +1,5 @@
-"""A drafter by import path (method custom_class), for a CPU: it knows what is to come and mostly says so."""
+"""A drafter by import path (method custom_class), for a CPU: it knows what is to come and mostly says so. And
+a number of drafts that never changes."""
 
 from __future__ import annotations
 
@@ -10,8 +11,19 @@ import torch
 from slipstream.config.speculation import SpeculativeConfig
 from slipstream.contracts.request import EngineRequest
 from slipstream.rows.columns import Column, RowWriter
+from slipstream.scheduler.drafting import NoDrafting
 from slipstream.speculation.protocol import Drafts, DraftStep
 from slipstream.speculation.target import Target
+
+
+class FixedDrafting(NoDrafting):
+    """Always as many, whatever comes of them."""
+
+    def __init__(self, limit: int) -> None:
+        self.limit = limit
+
+    def choose(self, lanes: int) -> int:
+        return self.limit
 
 
 class OnHost:

@@ -53,16 +53,6 @@ class NoDrafting:
         """There is nothing to choose."""
 
 
-class FixedDrafting(NoDrafting):
-    """Always as many, whatever comes of them."""
-
-    def __init__(self, limit: int) -> None:
-        self.limit = limit
-
-    def choose(self, lanes: int) -> int:
-        return self.limit
-
-
 @dataclass(slots=True)
 class Group:
     """Steps of alike many lanes. seconds: mean time by limit, of those that were tried; patience: steps until

@@ -20,6 +20,7 @@ from pydoc_data.topics import topics
 from typing import Any, NamedTuple
 
 import pytest
+from drafters import FixedDrafting
 from harness import Collected, make_core, make_request, run
 from safetensors import safe_open
 from safetensors.torch import save_file
@@ -28,7 +29,6 @@ from slipstream.contracts.outputs import EngineOutputs
 from slipstream.contracts.request import EngineRequest
 from slipstream.contracts.sampling_params import SamplingParams
 from slipstream.engine.core import EngineCore
-from slipstream.scheduler.drafting import FixedDrafting
 from slipstream.text.chat_template import load_chat_template
 from slipstream.text.tokenizer import load_tokenizer
 

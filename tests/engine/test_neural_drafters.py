@@ -9,11 +9,11 @@ import numpy as np
 import pytest
 import torch
 from drafter_reference import HIDDEN, LAYER, VOCAB, Eagle1, Eagle3, MedusaHeads, MlpStages, enlarged, save
+from drafters import FixedDrafting
 from harness import Collected, make_core, make_request, run
 
 from slipstream.contracts.outputs import EngineStats
 from slipstream.contracts.sampling_params import SamplingParams
-from slipstream.scheduler.drafting import FixedDrafting
 
 DRAFTS, COUNT = 3, 8
 

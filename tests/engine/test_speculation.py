@@ -10,7 +10,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from drafters import Truthful
+from drafters import FixedDrafting, Truthful
 from harness import DEVICE, Collected, make_core, make_request, run
 from test_mixed_requests import mixed
 from text_model import make_text_model
@@ -19,7 +19,6 @@ from slipstream.contracts.sampling_params import SamplingParams
 from slipstream.engine.core import EngineCore
 from slipstream.engine.llm import LLM
 from slipstream.observe.trace import steps_ahead
-from slipstream.scheduler.drafting import FixedDrafting
 
 pytestmark = pytest.mark.skipif(DEVICE != "cpu", reason="the drafter runs on the host")
 COUNT, K = 80, 5
