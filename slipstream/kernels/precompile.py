@@ -51,6 +51,7 @@ def list_launches(run: Callable[[], object]) -> list[str]:
         return True
 
     def only_look(kernel: Any, *args: Any, warmup: bool, **named: Any) -> Any:
+        settle_key(kernel)
         return launch(kernel, *args, warmup=True, **named)
 
     global _listing
@@ -64,6 +65,17 @@ def list_launches(run: Callable[[], object]) -> list[str]:
     return list(found)
 
 
+def settle_key(kernel: Any) -> None:
+    """Triton's key of a kernel depends on whether the keys of the functions it calls were there before: it
+    merges the globals that they use first, and looks for them afterwards. From the innermost outwards it is
+    the same in every process; else what a worker compiled would not be found."""
+    for name in kernel.fn.__code__.co_names:
+        callee = kernel.fn.__globals__.get(name)
+        if isinstance(callee, triton.runtime.jit.JITFunction):
+            settle_key(callee)
+    assert kernel.cache_key
+
+
 class Workers:
     """Processes that import torch and Triton while others do their work. capability: (major, minor) of the
     device to compile for."""
@@ -73,7 +85,6 @@ class Workers:
         target = str(10 * capability[0] + capability[1])
         command = [sys.executable, "-m", "slipstream.kernels.precompile", target]
         environment = {**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, sys.path))}
-
 
         def start() -> subprocess.Popen[str]:
             pipe = subprocess.PIPE
@@ -174,7 +185,9 @@ def main() -> None:
     for line in sys.stdin:
         launch = json.loads(line)
         name = json.loads(launch["data"])["name"].rpartition(".")[2]
-        kernel = getattr(import_module(launch["module"]), name).preload(launch["data"])
+        function = getattr(import_module(launch["module"]), name)
+        settle_key(function)
+        kernel = function.preload(launch["data"])
         if find_library("cuda") is not None:
             _build_launcher(kernel)
         print("done", flush=True)
