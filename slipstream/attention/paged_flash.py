@@ -59,6 +59,8 @@ class PagedFlashAttention(PagedTritonAttention):
 class PagedFlashStep(PagedTritonStep):
     """Attend for one step of many tokens."""
 
+    verifies_in_mixed_steps = False
+
     def _begin_longer(self, num_tokens: int) -> None:
         self._own = flash_lanes(self._lanes)
 

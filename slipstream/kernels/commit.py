@@ -13,6 +13,7 @@ from slipstream.kernels.backend import (
     FEW_LANES,
     Arg,
     ceil_div,
+    jit,
     jit_with,
     next_power_of_2,
     pdl_begin,
@@ -181,8 +182,14 @@ def _commit_kernel(
     tl.store(finish_out + to, finish, mask=in_lanes)
     tl.store(token_out + to, tl.where(append, token, -1), mask=in_lanes)
     if SLOTS > 1:
-        # Every thread of every program has read the turn when the last program counts itself.
-        tl.debug_barrier()
-        if tl.atomic_add(turn + 1, 1, sem="acq_rel") == tl.num_programs(0) - 1:
-            tl.store(turn + 1, 0)
-            tl.store(turn, (slot + 1) % SLOTS)
+        take_turn(turn, slot, SLOTS)
+
+
+@jit
+def take_turn(turn: Arg, slot: Arg, SLOTS: tl.constexpr) -> None:
+    """A ring's next record is due once every program of this launch has written its part of this one."""
+    # Every thread of every program has read the turn when the last program counts itself.
+    tl.debug_barrier()
+    if tl.atomic_add(turn + 1, 1, sem="acq_rel") == tl.num_programs(0) - 1:
+        tl.store(turn + 1, 0)
+        tl.store(turn, (slot + 1) % SLOTS)

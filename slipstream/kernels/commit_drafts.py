@@ -12,10 +12,20 @@ ids a row, S records of a ring, X = 3 + Q lines of one.
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 
-from slipstream.kernels.backend import Arg, jit_with, next_power_of_2, pdl_begin, pdl_options, tl, use_triton
+from slipstream.kernels.backend import (
+    Arg,
+    jit,
+    jit_with,
+    next_power_of_2,
+    pdl_begin,
+    pdl_options,
+    tl,
+    use_triton,
+)
 from slipstream.kernels.commit import (
     ERROR,
     FINISH_ERROR,
@@ -25,6 +35,7 @@ from slipstream.kernels.commit import (
     LENGTH,
     STOP,
     CommitRing,
+    take_turn,
 )
 from slipstream.kernels.draft_inputs import DraftInputs
 from slipstream.kernels.noise import PURPOSE_ACCEPT, lane_key, lane_keys
@@ -187,13 +198,11 @@ def _commit_kernel(
     BITS: tl.constexpr, PDL: tl.constexpr,
 ) -> None:
     lane = tl.program_id(0)
-    draft = tl.arange(0, PAD)
-    column = tl.arange(0, ENDS_PAD)
+    draft, column = tl.arange(0, PAD), tl.arange(0, ENDS_PAD)
     pdl_begin(PDL)
     row, end = tl.load(row_in + lane), tl.load(end_in + lane)
     lives, drafts = tl.load(alive_in + lane) != 0, tl.load(drafts_in + lane)
-    start = tl.load(start_in + lane)
-    at = row * row_stride
+    start, at = tl.load(start_in + lane), row * row_stride
     old, most = tl.load(length + at), tl.load(max_len + at)
     mine = draft <= drafts
     sampled = tl.load(token_in + start + draft, mask=mine, other=0)
@@ -201,12 +210,9 @@ def _commit_kernel(
     position = old + draft
     to = tokens + row * tokens_stride + position
     guess = tl.load(to, mask=draft < drafts, other=-1)
+    agrees = sampled == guess
     if BY_CHANCE:
-        key, _ = lane_key(tl.load(seeds_lo + at), tl.load(seeds_hi + at), position, PURPOSE)
-        chance = tl.load(accept + draft, mask=draft < QUERIES - 1, other=0)
-        agrees = (key >> (32 - BITS)).to(tl.int32) < chance
-    else:
-        agrees = sampled == guess
+        agrees = _by_chance(seeds_lo + at, seeds_hi + at, position, accept, draft, QUERIES, PURPOSE, BITS)
     agrees = agrees & (draft < drafts)
     value = tl.where(agrees, guess, sampled)
     end_id = tl.load(end_ids + row * ends_stride + column, mask=column < ENDS, other=-1)
@@ -240,8 +246,15 @@ def _commit_kernel(
     tl.store(line + 2 * line_stride, drafts)
     tl.store(line + (3 + draft) * line_stride, value, mask=draft < gained)
     if RING:
-        # Every thread of every program has read the turn when the last program counts itself.
-        tl.debug_barrier()
-        if tl.atomic_add(turn + 1, 1, sem="acq_rel") == tl.num_programs(0) - 1:
-            tl.store(turn + 1, 0)
-            tl.store(turn, (slot + 1) % SLOTS)
+        take_turn(turn, slot, SLOTS)
+
+
+@jit
+def _by_chance(
+    seed_lo: Arg, seed_hi: Arg, position: Arg, accept: Arg, draft: Arg,
+    QUERIES: tl.constexpr, PURPOSE: tl.constexpr, BITS: tl.constexpr,
+) -> Any:
+    """As _taken has it."""
+    key, _ = lane_key(tl.load(seed_lo), tl.load(seed_hi), position, PURPOSE)
+    chance = tl.load(accept + draft, mask=draft < QUERIES - 1, other=0)
+    return (key >> (32 - BITS)).to(tl.int32) < chance

@@ -17,6 +17,7 @@ from slipstream.kernels.backend import (
     FEW_LANES,
     Arg,
     ceil_div,
+    jit,
     jit_with,
     next_power_of_2,
     pdl_begin,
@@ -206,7 +207,7 @@ def _inputs_kernel(
         tl.store(alive_out + lane, lives, mask=in_lanes)
         tl.store(drafts_out + lane, drafts, mask=in_lanes)
     place = tl.program_id(0) * PLACES + tl.arange(0, PLACES)
-    # Tokens: as in step_inputs.
+    # As in step_inputs.
     before = (ends[None, :] <= place[:, None]) & in_lanes[None, :]
     token_lane = tl.sum(before.to(tl.int32), 1)
     real = token_lane < lanes
@@ -222,15 +223,28 @@ def _inputs_kernel(
     tl.store(token_out + place, value.to(tl.int64), mask=inside)
     tl.store(position_out + place, position.to(tl.int64), mask=inside)
     tl.store(slot_out + place, slot, mask=inside)
-    # Samples: from the last token that a lane owes on.
-    before = (sample_ends[None, :] <= place[:, None]) & in_lanes[None, :]
-    sample_lane = tl.sum(before.to(tl.int32), 1)
-    real, inside = sample_lane < lanes, place < num_samples
-    own = lane[None, :] == sample_lane[:, None]
+    _store_samples(
+        place, sample_ends, samples, ends - count + base - 1, length, lane_to_row, sample_token_out,
+        sample_row_out, sample_length_out, lanes, num_samples, padding_row, LANES,
+    )
+
+
+@jit
+def _store_samples(
+    place: Arg, sample_ends: Arg, samples: Arg, first: Arg, length: Arg, lane_to_row: Arg, token_out: Arg,
+    row_out: Arg, length_out: Arg, lanes: Arg, num_samples: Arg, padding_row: Arg, LANES: tl.constexpr,
+) -> None:
+    """What is sampled at some places of N. samples, first, length: of all lanes, how many each has, from
+    which token on and at which length."""
+    lane = tl.arange(0, LANES)[None, :]
+    before = (sample_ends[None, :] <= place[:, None]) & (lane < lanes)
+    own_lane = tl.sum(before.to(tl.int32), 1)
+    real, inside = own_lane < lanes, place < num_samples
+    own = lane == own_lane[:, None]
     draft = place - tl.sum(tl.where(before, samples[None, :], 0), 1)
-    first = tl.sum(tl.where(own, (ends - count + base - 1)[None, :], 0), 1)
-    sample_row = tl.load(lane_to_row + sample_lane, mask=real, other=0)
-    sample_length = tl.sum(tl.where(own, length[None, :], 0), 1) + draft
-    tl.store(sample_token_out + place, tl.where(real, first + draft, 0).to(tl.int64), mask=inside)
-    tl.store(sample_row_out + place, tl.where(real, sample_row, padding_row).to(tl.int64), mask=inside)
-    tl.store(sample_length_out + place, tl.where(real, sample_length, 0), mask=inside)
+    token = tl.sum(tl.where(own, first[None, :], 0), 1) + draft
+    row = tl.load(lane_to_row + own_lane, mask=real, other=0)
+    own_length = tl.sum(tl.where(own, length[None, :], 0), 1) + draft
+    tl.store(token_out + place, tl.where(real, token, 0).to(tl.int64), mask=inside)
+    tl.store(row_out + place, tl.where(real, row, padding_row).to(tl.int64), mask=inside)
+    tl.store(length_out + place, tl.where(real, own_length, 0), mask=inside)

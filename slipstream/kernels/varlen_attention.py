@@ -242,10 +242,11 @@ def _varlen_kernel(
     top = tl.full([ROWS], FLOOR, tl.float32)
     total = tl.zeros([ROWS], tl.float32)
     acc = tl.zeros([ROWS, HEAD_PAD], tl.float32)
-    earliest = length - count + first
-    top, total, acc = _attend_tiles(
-        earliest, length, position, q_tile, top, total, acc, keys, values, blocks + row * blocks_stride,
-        kv_head, column, scale, soft_cap, KV_HEADS, QUERIES, HEAD, BLOCK_SIZE, TILE, WINDOW, CAPPED,
+    start, end, clear, whole = tile_span(length - count + first, length, QUERIES, TILE, WINDOW)
+    top, total, acc = attend_tiles(
+        start, end, clear, whole, length, position, q_tile, top, total, acc, keys, values,
+        blocks + row * blocks_stride, kv_head, column, scale, soft_cap, KV_HEADS, HEAD, BLOCK_SIZE, TILE,
+        WINDOW, CAPPED,
     )
     # A dead lane's queries may see nothing.
     acc *= (v_scale / tl.where(total > 0.0, total, 1.0))[:, None]
@@ -254,20 +255,28 @@ def _varlen_kernel(
 
 
 @jit
-def _attend_tiles(
-    earliest: Arg, length: Arg, position: Arg, q_tile: Arg, top: Arg, total: Arg, acc: Arg,
-    keys: Arg, values: Arg, block_row: Arg, kv_head: Arg, column: Arg, scale: Arg, soft_cap: Arg,
-    KV_HEADS: tl.constexpr, QUERIES: tl.constexpr, HEAD: tl.constexpr, BLOCK_SIZE: tl.constexpr,
-    TILE: tl.constexpr, WINDOW: tl.constexpr, CAPPED: tl.constexpr,
+def tile_span(
+    earliest: Arg, length: Arg, QUERIES: tl.constexpr, TILE: tl.constexpr, WINDOW: tl.constexpr
 ) -> Any:
-    """Online softmax over all keys that the tile's queries see; earliest: the first one's position. Block ids
-    are read a tile ahead; see decode_piece."""
+    """The tiles of keys that QUERIES queries see, begin .. end - 1, of which each sees clear .. whole - 1
+    whole, so that they need no mask. earliest: the first query's position."""
     end = tl.cdiv(tl.minimum(earliest + QUERIES, length), TILE)
-    # Tiles that every query sees whole, clear .. whole - 1, need no mask.
     begin, clear, whole = 0, 0, tl.maximum(earliest + 1, 0) // TILE
     if WINDOW:
         begin = tl.maximum(earliest - WINDOW + 1, 0) // TILE
         clear = tl.cdiv(tl.maximum(earliest + QUERIES - WINDOW, 0), TILE)
+    return begin, end, clear, whole
+
+
+@jit
+def attend_tiles(
+    begin: Arg, end: Arg, clear: Arg, whole: Arg, length: Arg, position: Arg, q_tile: Arg, top: Arg,
+    total: Arg, acc: Arg, keys: Arg, values: Arg, block_row: Arg, kv_head: Arg, column: Arg, scale: Arg,
+    soft_cap: Arg, KV_HEADS: tl.constexpr, HEAD: tl.constexpr, BLOCK_SIZE: tl.constexpr, TILE: tl.constexpr,
+    WINDOW: tl.constexpr, CAPPED: tl.constexpr,
+) -> Any:
+    """Online softmax over tiles begin .. end - 1; see tile_span. Block ids are read a tile ahead; see
+    decode_piece."""
     here, _ = block_and_place(begin, TILE, BLOCK_SIZE)
     block = tl.load(block_row + here, mask=begin * TILE + tl.arange(0, TILE) < length, other=0)
     for tile in range(begin, end):

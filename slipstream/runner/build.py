@@ -25,7 +25,6 @@ from slipstream.rows.stream import CpuStream, CudaStream, Stream
 from slipstream.rows.table import RowTable
 from slipstream.runner.bucket_tick import BucketTick
 from slipstream.runner.draft_tick import BucketDraftTick, EagerDraftTick
-from slipstream.runner.drafting import Drafting
 from slipstream.runner.lanes import LOGPROBS
 from slipstream.runner.memory import MemoryPlan
 from slipstream.runner.memory_eager import plan_eager_memory
@@ -35,6 +34,7 @@ from slipstream.runner.tick import EagerTick, Tick
 from slipstream.runner.warmup import Compiling, warm_up
 from slipstream.sampling.pipeline import Pipeline, default_features
 from slipstream.speculation.protocol import Drafter
+from slipstream.speculation.verifier import Verifier
 
 log = logging.getLogger("slipstream.runner")
 
@@ -80,10 +80,10 @@ class Parts:
         more = () if self.drafter is None else self.drafter.layers
         return make_attention(self.plan, self.model, self.device, more)
 
-    def drafting(self, attention: AttentionBackend) -> Drafting | None:
+    def verifier(self, attention: AttentionBackend) -> Verifier | None:
         if self.drafter is None or self.plan.speculation is None:
             return None
-        return Drafting(self.table, self.drafter, attention, self.plan.speculation.acceptance)
+        return Verifier(self.table, self.drafter, attention, self.plan.speculation.acceptance)
 
     def runner(self, tick: Tick, stream: Stream) -> ModelRunner:
         return ModelRunner(
@@ -141,8 +141,10 @@ def make_parts(plan: EnginePlan, device: torch.device, drafter_of: DrafterOf = n
 
 def _build_eager(parts: Parts, stream: Stream) -> BuiltRunner:
     attention = parts.attention()
-    shared, drafting = (parts.table, parts.model, attention, parts.pipeline), parts.drafting(attention)
-    tick = EagerTick(*shared) if drafting is None else EagerDraftTick(*shared, drafting)
+    shared, verifier = (parts.table, parts.model, attention, parts.pipeline), parts.verifier(attention)
+    if verifier is not None and parts.device.type != "cpu":
+        raise ValueError("--attention-backend=torch: on CUDA speculation needs a backend of Triton's")
+    tick = EagerTick(*shared) if verifier is None else EagerDraftTick(*shared, verifier)
     runner = parts.runner(tick, stream)
     memory = plan_eager_memory(
         parts.plan,
@@ -167,15 +169,13 @@ def make_bucketed(parts: Parts) -> Bucketed:
     """The KV pool is not there yet."""
     plan = parts.plan
     attention = parts.attention()
-    drafting, most_drafts = parts.drafting(attention), 0
-    if drafting is not None and plan.speculation is not None:
-        most_drafts = plan.speculation.num_speculative_tokens
+    verifier = parts.verifier(attention)
     shapes = Shapes(
         _ending_in(plan.max_num_seqs, plan.graph_sizes),
         _ending_in(plan.max_num_batched_tokens, plan.token_buckets),
         parts.pipeline.stage_of,
         min(plan.max_logprobs, GRAPH_LOGPROBS),
-        most_drafts,
+        0 if plan.speculation is None else plan.speculation.num_speculative_tokens,
     )
     shared = (
         parts.table,
@@ -187,7 +187,7 @@ def make_bucketed(parts: Parts) -> Bucketed:
         plan.max_num_batched_tokens,
         plan.spec.hidden_size,
     )
-    tick = BucketTick(*shared) if drafting is None else BucketDraftTick(*shared, drafting)
+    tick = BucketTick(*shared) if verifier is None else BucketDraftTick(*shared, verifier)
     return Bucketed(attention, shapes, tick)
 
 

@@ -19,12 +19,12 @@ from slipstream.rows.columns import RowWriter
 from slipstream.rows.doors import from_host, seen
 from slipstream.rows.table import RowTable
 from slipstream.runner.bucket_tick import BucketTick
-from slipstream.runner.drafting import Computed, Drafting
 from slipstream.runner.lanes import ExactLanes
 from slipstream.runner.shapes import Shape, Shapes
 from slipstream.runner.tick import EagerTick, Scores, StepWork, TickOutput
 from slipstream.sampling.pipeline import Pipeline
 from slipstream.sampling.protocol import SampleBatch
+from slipstream.speculation.verifier import Computed, Verifier
 
 Tensor = torch.Tensor
 
@@ -38,13 +38,13 @@ class EagerDraftTick(EagerTick):
         model: Model,
         attention: AttentionBackend,
         pipeline: Pipeline,
-        drafting: Drafting,
+        verifier: Verifier,
     ) -> None:
         super().__init__(table, model, attention, pipeline)
-        self._drafting = drafting
+        self._verifier = verifier
 
     def admit(self, request: EngineRequest, write: RowWriter) -> None:
-        self._drafting.drafter.admit(request, write)
+        self._verifier.drafter.admit(request, write)
 
     @torch.inference_mode()
     def run(self, work: StepWork) -> TickOutput:
@@ -53,11 +53,11 @@ class EagerDraftTick(EagerTick):
         self._begin(work)
         lanes: ExactLanes = work.lanes
         room = seen(self._table.lanes["draft_limits"])[1]
-        drafts = min(int(seen(self._drafting.wanted(lanes.num_lanes)).sum()), int(room))
-        inputs = self._drafting.inputs(lanes.num_lanes, lanes.num_tokens + drafts, lanes.num_lanes + drafts)
+        drafts = min(int(seen(self._verifier.wanted(lanes.num_lanes)).sum()), int(room))
+        inputs = self._verifier.inputs(lanes.num_lanes, lanes.num_tokens + drafts, lanes.num_lanes + drafts)
         batch = self._batch(inputs, lanes)
         hidden_TH, aux_TX = self._model.forward_aux(
-            inputs.token_T, inputs.position_T, self._attention.bind(batch), self._drafting.drafter.aux_layers
+            inputs.token_T, inputs.position_T, self._attention.bind(batch), self._verifier.drafter.aux_layers
         )
         logits_NV = self._model.logits(hidden_TH[inputs.sample_token_N]).float()
         places = self._places(inputs, lanes)
@@ -67,7 +67,7 @@ class EagerDraftTick(EagerTick):
         logprobs, sampled = self._choose(logits_NV, samples, lanes.num_logprobs)
         bound = int(batch.length_bound_L.max(initial=0)) + 1
         computed = Computed(batch, hidden_TH, aux_TX, lanes.drafts, bound)
-        self._drafting.finish(inputs, sampled, work.record.draft_lines(lanes.num_lanes), computed)
+        self._verifier.finish(inputs, sampled, work.record.draft_lines(lanes.num_lanes), computed)
         return TickOutput(logprobs, [self._score_prompt(hidden_TH, score) for score in work.prompt_scores])
 
     def _batch(self, inputs: DraftInputs, lanes: ExactLanes) -> AttentionBatch:
@@ -108,19 +108,19 @@ class BucketDraftTick(BucketTick):
         ring: CommitRing,
         max_tokens: int,
         hidden_size: int,
-        drafting: Drafting,
+        verifier: Verifier,
     ) -> None:
         super().__init__(table, model, attention, pipeline, shapes, ring, max_tokens, hidden_size)
-        self._drafting = drafting
+        self._verifier = verifier
 
     def admit(self, request: EngineRequest, write: RowWriter) -> None:
-        self._drafting.drafter.admit(request, write)
+        self._verifier.drafter.admit(request, write)
 
     def _body(self, shape: Shape) -> Scores | None:
-        inputs = self._drafting.inputs(shape.lanes, shape.tokens, shape.samples)
+        inputs = self._verifier.inputs(shape.lanes, shape.tokens, shape.samples)
         batch = self._batch(inputs, shape)
         hidden_TH, aux_TX = self._model.forward_aux(
-            inputs.token_T, inputs.position_T, self._attention.bind(batch), self._drafting.drafter.aux_layers
+            inputs.token_T, inputs.position_T, self._attention.bind(batch), self._verifier.drafter.aux_layers
         )
         hidden_NH = hidden_TH
         if not shape.decode:
@@ -134,5 +134,5 @@ class BucketDraftTick(BucketTick):
         if shape.num_logprobs >= 0:
             scores = token_logprobs(logits_NV, sampled.tokens_N, shape.num_logprobs)
         computed = Computed(batch, hidden_TH, aux_TX, shape.drafts, self._table.max_model_len)
-        self._drafting.finish(inputs, sampled, self._ring, computed)
+        self._verifier.finish(inputs, sampled, self._ring, computed)
         return scores

@@ -1,5 +1,5 @@
-"""What steps whose rows have drafts do besides: room for drafts among the inputs, and at the end verify,
-propose, put.
+"""The verifier: what steps whose rows have drafts do besides. There is room for drafts among the inputs, and
+at the end they verify, propose and put.
 
 Legend: T tokens, L lanes, N sampled positions, H hidden size, X auxiliary states, Q tokens a lane may gain.
 """
@@ -35,9 +35,9 @@ class Computed:
     length_bound: int
 
 
-class Drafting:
-    """acceptance: empty, or for each draft the probability with which it is taken, whatever the sampler
-    says."""
+class Verifier:
+    """One for every drafter. acceptance: empty, or for each draft the probability with which it is taken,
+    whatever the sampler says."""
 
     def __init__(
         self,
