@@ -138,7 +138,8 @@ GOOD: list[tuple[str, str, str, list[tuple[str, Any]]]] = [
         "<parameter=exact>\n1.5\n</parameter>\n<parameter=metric>\nTrue\n</parameter>\n"
         '<parameter=tags>\n["x", "y"]\n</parameter>\n'
         '<parameter=where>\n{"lat": 1}\n</parameter>\n<parameter=maybe>\nnull\n</parameter>\n'
-        "<parameter=level>\nlow\n</parameter>\n<parameter=unknown>\n7\n</parameter>\n</function>\n</tool_call>",
+        "<parameter=level>\nlow\n</parameter>\n<parameter=unknown>\n7\n</parameter>\n"
+        "</function>\n</tool_call>",
         "",
         [
             (
