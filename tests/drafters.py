@@ -26,17 +26,23 @@ class FixedDrafting(NoDrafting):
         return self.limit
 
 
-class OnHost:
-    """Asks `guess` for every lane that gained tokens."""
+class Truthful:
+    """Told by `learn` what each request (prompt and seed) says; drafts all of it, one token, or none, and is
+    wrong about one draft in six."""
 
     name = "custom_class"
     columns: tuple[Column, ...] = ()
     layers = ()
     aux_layers = ()
     num_bytes = 0
+    texts: ClassVar[dict[tuple[int, ...], list[int]]] = {}
 
     def __init__(self, target: Target, config: SpeculativeConfig) -> None:
-        self.vocab_size, self.config = target.spec.vocab_size, config
+        self.vocab_size = target.spec.vocab_size
+
+    @classmethod
+    def learn(cls, prompt: list[int], seed: int, output: list[int]) -> None:
+        cls.texts[(seed & 0xFFFFFFFF, seed >> 32, *prompt)] = output
 
     def admit(self, request: EngineRequest, write: RowWriter) -> None:
         """Everything is in the tokens."""
@@ -52,20 +58,6 @@ class OnHost:
                 token_LK[lane, : len(guess)] = torch.tensor(guess, dtype=torch.int32)
                 count_L[lane] = len(guess)
         return Drafts(token_LK, count_L)
-
-    def guess(self, row: int, tokens: list[int], step: DraftStep) -> list[int]:
-        raise NotImplementedError
-
-
-class Truthful(OnHost):
-    """Told by `learn` what each request (prompt and seed) says; drafts all of it, one token, or none, and is
-    wrong about one draft in six."""
-
-    texts: ClassVar[dict[tuple[int, ...], list[int]]] = {}
-
-    @classmethod
-    def learn(cls, prompt: list[int], seed: int, output: list[int]) -> None:
-        cls.texts[(seed & 0xFFFFFFFF, seed >> 32, *prompt)] = output
 
     def guess(self, row: int, tokens: list[int], step: DraftStep) -> list[int]:
         columns, chance = step.columns, random.Random(f"{tokens}")

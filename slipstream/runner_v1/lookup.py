@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections import deque
+from collections.abc import Callable
 
 from slipstream.config.speculation import SpeculativeConfig
 from slipstream.contracts.request import EngineRequest
@@ -11,29 +12,27 @@ from slipstream.runner_v1.request import LiveRequest
 from slipstream.speculation.host_lookup import Node, SuffixTree, ngram_drafts
 
 
-class HostProposer(Proposer):
-    """Looks up one request after the other."""
-
-    def propose(self, step: Computed) -> None:
-        for lane, appended in zip(step.lanes, step.appended, strict=True):
-            most = min(step.most, lane.request.room)
-            lane.request.drafts = self.drafts(lane.row, lane.request, most) if appended and most else []
-
-    def drafts(self, row: int, live: LiveRequest, most: int) -> list[int]:
-        raise NotImplementedError
+def look_up(step: Computed, find: Callable[[int, LiveRequest, int], list[int]]) -> None:
+    """find(row, request, most) for one request after the other."""
+    for lane, appended in zip(step.lanes, step.appended, strict=True):
+        most = min(step.most, lane.request.room)
+        lane.request.drafts = find(lane.row, lane.request, most) if appended and most else []
 
 
-class NgramProposer(HostProposer):
+class NgramProposer(Proposer):
     """The text of a request is all there is."""
 
     def __init__(self, config: SpeculativeConfig) -> None:
         self._low, self._high = config.prompt_lookup_min, config.prompt_lookup_max
 
-    def drafts(self, row: int, live: LiveRequest, most: int) -> list[int]:
+    def propose(self, step: Computed) -> None:
+        look_up(step, self._drafts)
+
+    def _drafts(self, row: int, live: LiveRequest, most: int) -> list[int]:
         return ngram_drafts(live.tokens, self._low, self._high, most)
 
 
-class SuffixProposer(HostProposer):
+class SuffixProposer(Proposer):
     """A tree a request, of prompt and output, and one of the outputs of the last requests."""
 
     def __init__(self, config: SpeculativeConfig) -> None:
@@ -55,7 +54,10 @@ class SuffixProposer(HostProposer):
         self._outputs.append(output)
         self._past.add(output)
 
-    def drafts(self, row: int, live: LiveRequest, most: int) -> list[int]:
+    def propose(self, step: Computed) -> None:
+        look_up(step, self._drafts)
+
+    def _drafts(self, row: int, live: LiveRequest, most: int) -> list[int]:
         tree, ends, known = self._own[row]
         self._own[row] = tree, tree.add(live.tokens[known:], ends), len(live.tokens)
         end = live.tokens[-self._depth :]

@@ -11,7 +11,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 from drafters import FixedDrafting, Truthful
-from harness import DEVICE, Collected, make_core, make_request, run
+from harness import Collected, make_core, make_request, run
 from test_mixed_requests import mixed
 from text_model import make_text_model
 
@@ -20,7 +20,6 @@ from slipstream.engine.core import EngineCore
 from slipstream.engine.llm import LLM
 from slipstream.observe.trace import steps_ahead
 
-pytestmark = pytest.mark.skipif(DEVICE != "cpu", reason="the drafter runs on the host")
 COUNT, K = 80, 5
 
 
@@ -57,16 +56,13 @@ def check(got: dict[int, Collected], want: dict[int, Collected]) -> None:
             assert ours == pytest.approx(theirs, abs=2e-4)
 
 
-@pytest.mark.parametrize("runner", ["v1", "v2"])
 @pytest.mark.parametrize("tight", [False, True])
 def test_texts_and_logprobs_are_those_of_plain_decoding(
-    model: Path, plain: dict[int, Collected], runner: str, tight: bool
+    model: Path, plain: dict[int, Collected], tight: bool
 ) -> None:
     """A tight pool holds few requests, so they preempt each other; prompts come in pieces of up to 64."""
-    if runner == "v1":
-        pytest.importorskip("slipstream.runner_v1")
     pool = dict(num_gpu_blocks_override=44, block_size=4) if tight else {}
-    core = drafting_core(model, model_runner=runner, max_num_batched_tokens=64, max_num_seqs=12, **pool)
+    core = drafting_core(model, max_num_batched_tokens=64, max_num_seqs=12, **pool)
     requests, random = mixed(core, COUNT), np.random.default_rng(3)
     got = run(core, requests, {request.key: int(random.integers(0, 80)) for request in requests})
     stats = core.scheduler.stats()
@@ -85,14 +81,11 @@ LOOKUPS = [
 ]
 
 
-@pytest.mark.parametrize("runner", ["v1", "v2"])
 @pytest.mark.parametrize("config", LOOKUPS, ids=["ngram", "suffix"])
 def test_seeded_and_greedy_texts_are_those_of_plain_decoding_with_lookups(
-    model: Path, plain: dict[int, Collected], config: dict[str, object], runner: str
+    model: Path, plain: dict[int, Collected], config: dict[str, object]
 ) -> None:
-    if runner == "v1":
-        pytest.importorskip("slipstream.runner_v1")
-    core = make_core(model, speculative_config=config, model_runner=runner, max_num_seqs=32)
+    core = make_core(model, speculative_config=config, max_num_seqs=32)
     most = core.scheduler.config.tokens_per_step - 1
     core.scheduler._drafting = FixedDrafting(most)
     got = run(core, mixed(core, COUNT))
