@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, fields
-from typing import Any
+from typing import Any, Literal
 
 from slipstream.contracts.errors import BadRequest
 
@@ -17,7 +17,8 @@ class StructuredOutputsParams:
 
     json: a JSON schema, as an object or its text; regex, grammar (EBNF or Lark) and structural_tag: texts;
     choice: the texts of which one is the answer; json_object: any JSON object. origin: for errors, the field
-    of a request that the constraint came from, where that is another one.
+    of a request that the constraint came from, where that is another one. thoughts: what may stand before the
+    constrained text: "" nothing, "open" thoughts up to </think>, "optional" such from <think> on or nothing.
     """
 
     json: str | dict[str, Any] | None = None
@@ -27,9 +28,10 @@ class StructuredOutputsParams:
     json_object: bool | None = None
     structural_tag: str | None = None
     origin: str = ""
+    thoughts: Literal["", "open", "optional"] = ""
 
     def __post_init__(self) -> None:
-        names = [field.name for field in fields(self) if field.name != "origin"]
+        names = [field.name for field in fields(self) if field.name not in ("origin", "thoughts")]
         given = [name for name in names if getattr(self, name) is not None]
         if len(given) != 1:
             raise BadRequest(self.origin or FIELD, given, f"must have exactly one of {', '.join(names)}")
@@ -57,3 +59,7 @@ class StructuredOutputsParams:
     def field(self) -> str:
         """What errors call it."""
         return self.origin or f"{FIELD}.{self.kind}"
+
+    def wrong(self, limit: str) -> BadRequest:
+        """The error of a constraint that cannot be kept."""
+        return BadRequest(self.field, getattr(self, self.kind), limit)

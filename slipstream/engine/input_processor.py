@@ -125,13 +125,13 @@ class InputProcessor:
             return ""
         if self._compiler is None:
             limit = "needs a tokenizer: the engine runs without one"
-            raise BadRequest(asked.field, getattr(asked, asked.kind), limit)
+            raise asked.wrong(limit)
         grammar, legal = self._compiler.check(asked, self._structured)
         legal[[word[0] for word in banned if len(word) == 1]] = False
         allowed = params.allowed_token_ids
         if not (legal if allowed is None else legal[list(allowed)]).any():
             limit = "allows no first token that allowed_token_ids and bad_words leave"
-            raise BadRequest(asked.field, getattr(asked, asked.kind), limit)
+            raise asked.wrong(limit)
         return grammar
 
     def _banned(self, params: SamplingParams) -> tuple[tuple[int, ...], ...]:

@@ -16,7 +16,6 @@ import numpy as np
 from llguidance import LLMatcher, LLParserLimits, LLTokenizer
 
 from slipstream.config.structured_outputs import FLAG, StructuredOutputsConfig
-from slipstream.contracts.errors import BadRequest
 from slipstream.contracts.structured_outputs import StructuredOutputsParams
 from slipstream.grammar.form import first_line, grammar_text
 from slipstream.text.tokenizer import Tokenizer
@@ -83,7 +82,7 @@ class Compiler:
         except TimeoutError:
             found.cancel()
             limit = f"takes longer to compile than {config.compile_timeout:g} s ({FLAG})"
-            raise BadRequest(params.field, getattr(params, params.kind), limit) from None
+            raise params.wrong(limit) from None
 
     def _check(
         self, params: StructuredOutputsParams, config: StructuredOutputsConfig
@@ -95,7 +94,7 @@ class Compiler:
             if not mask.any():
                 raise ValueError("allows no token")
         except ValueError as error:
-            raise BadRequest(params.field, getattr(params, params.kind), str(error)) from None
+            raise params.wrong(str(error)) from None
         return text, np.unpackbits(mask.view(np.uint8), bitorder="little")[: self._vocab_size] != 0
 
     def _read(self) -> tuple[Tokenizer, LLTokenizer]:

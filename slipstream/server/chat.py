@@ -52,7 +52,7 @@ def router(context: Context) -> APIRouter:
         prompt = await encode_chat(context, body.messages, body, bool(body.add_special_tokens), tools)
         name = context.name("chatcmpl-", body, request)
         build = _Builder(context, body, name, prompt, tools)
-        outputs = context.run(name, body, [prompt], with_tools(params, tools))
+        outputs = context.run(name, body, [prompt], context.told(with_tools(params, tools), prompt))
         if body.stream:
             outputs = await started(request, outputs)
             return EventStream(name, build.events(outputs), outputs)

@@ -8,8 +8,8 @@ import time
 import uuid
 from collections.abc import AsyncGenerator, Mapping, Sequence
 from contextlib import aclosing
-from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any, Protocol
+from dataclasses import dataclass, field, replace
+from typing import TYPE_CHECKING, Any, Literal, Protocol
 
 from fastapi import Request
 
@@ -131,6 +131,14 @@ class Context:
         """A reader of thoughts for an answer to this prompt, None without --reasoning-parser."""
         name = self.options.reasoning_parser
         return None if name is None else REASONING_PARSERS[name](prompt)
+
+    def told(self, params: SamplingParams, prompt: Input) -> SamplingParams:
+        """The parameters of an answer whose thoughts are told apart: a constraint begins after them."""
+        asked, thinker = params.structured_outputs, self.thinker(prompt.text or "")
+        if asked is None or thinker is None:
+            return params
+        thoughts: Literal["open", "optional"] = "open" if thinker.thinks else "optional"
+        return params.clone(structured_outputs=replace(asked, thoughts=thoughts))
 
     def count_thoughts(self, speakers: Sequence[Assistant]) -> int | None:
         """Tokens of the thoughts in an answer's choices, counted from their text. None where they are not

@@ -31,7 +31,7 @@ _LIMITS |= {
     "bad_words": "must be a list of strings",
     "suffix": "is not supported, must be null",
     "tool_choice": 'must be "none", "auto", "required" or {"type": "function", "function": {"name": ...}}',
-    "response_format.type": 'must be "text": structured output is not supported',
+    "response_format.type": 'must be "text", "json_object", "json_schema" or "structural_tag"',
 }
 _TYPES = {401: "authentication_error", 404: "not_found_error", 429: "rate_limit_error"}
 

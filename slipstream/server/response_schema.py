@@ -10,12 +10,12 @@ from pydantic import Tag as PydanticTag
 
 from slipstream.contracts.errors import BadRequest
 from slipstream.contracts.sampling_params import SamplingParams
+from slipstream.server.constraints import TextFormat
 from slipstream.server.schema import (
     MAX_TURNS,
     ONE_ERROR,
     Effort,
     Message,
-    ResponseFormat,
     SamplingBody,
     TemplateOptions,
     TextPart,
@@ -130,7 +130,7 @@ class ResponseNamedTool(BaseModel):
 class TextOptions(BaseModel):
     model_config = ConfigDict(extra="forbid", strict=True)
 
-    format: ResponseFormat | None = None
+    format: TextFormat | None = None
 
 
 class ReasoningOptions(BaseModel):
@@ -186,9 +186,17 @@ class ResponseBody(SamplingBody, TemplateOptions):
         if self.top_logprobs and not self.scored:
             limit = 'needs include=["message.output_text.logprobs"]'
             raise BadRequest("top_logprobs", self.top_logprobs, limit)
+        told = None if self.text is None else self.text.format
         return self.sampling(
-            logprobs=(self.top_logprobs or 0) if self.scored else None, max_tokens=self.max_output_tokens
+            logprobs=(self.top_logprobs or 0) if self.scored else None, max_tokens=self.max_output_tokens,
+            structured_outputs=None if told is None else told.constraint(),
         )
+
+    def text_options(self) -> dict[str, Any]:
+        """As an answer repeats them."""
+        told = None if self.text is None else self.text.format
+        kept = {"type": "text"} if told is None else told.model_dump(by_alias=True, exclude_none=True)
+        return {"format": kept}
 
     def chat_tools(self) -> list[Tool]:
         return [tool.tool() for tool in self.tools or ()]

@@ -61,7 +61,7 @@ def router(context: Context) -> APIRouter:
         prompt = await encode_chat(context, body.messages(), body, False, tools)
         name = context.name("resp_", body, request)
         build = _Builder(context, body, name, prompt, tools)
-        outputs = context.run(name, body, [prompt], with_tools(params, tools))
+        outputs = context.run(name, body, [prompt], context.told(with_tools(params, tools), prompt))
         if body.stream:
             outputs = await started(request, outputs)
             return NamedEventStream(name, build.events(outputs), outputs)
@@ -168,7 +168,7 @@ class _Builder:
                 "effort": None if body.reasoning is None else body.reasoning.effort,
                 "summary": None,
             },
-            "text": {"format": {"type": "text"}},
+            "text": body.text_options(),
             "truncation": "disabled",
             "metadata": body.metadata or {},
             "previous_response_id": None,

@@ -11,6 +11,8 @@ from pydantic import BaseModel, ConfigDict, FailFast, Field
 from slipstream.contracts.errors import BadRequest
 from slipstream.contracts.limits import NUMBERS, SERVER_NUMBERS, Number
 from slipstream.contracts.sampling_params import SamplingParams
+from slipstream.contracts.structured_outputs import StructuredOutputsParams
+from slipstream.server.constraints import ResponseFormat, StructuredOutputs, one_constraint
 from slipstream.server.tool_schema import FewTools, Tool, ToolCall, ToolChoice
 
 _RULES = {rule.field: rule for rule in NUMBERS + SERVER_NUMBERS}
@@ -117,6 +119,12 @@ class GenerateBody(SamplingBody):
     echo: bool | None = None
     add_special_tokens: bool | None = None
     return_token_ids: bool | None = None
+    response_format: ResponseFormat | None = None
+    structured_outputs: StructuredOutputs | None = None
+
+    def constraint(self) -> StructuredOutputsParams | None:
+        """Raises BadRequest."""
+        return one_constraint(self.structured_outputs, self.response_format)
 
     def check_options(self) -> None:
         """Ranges, and options that contradict each other. Raises BadRequest."""
@@ -128,7 +136,8 @@ class GenerateBody(SamplingBody):
 
 
 _SHARED = tuple(
-    {field.name for field in fields(SamplingParams)} & set(GenerateBody.model_fields) - {"logit_bias"}
+    {field.name for field in fields(SamplingParams)} & set(GenerateBody.model_fields)
+    - {"logit_bias", "structured_outputs"}
 )
 
 
@@ -155,7 +164,9 @@ class CompletionBody(GenerateBody):
         prompt_logprobs = self.prompt_logprobs
         if self.echo and self.logprobs is not None and prompt_logprobs is None:
             prompt_logprobs = self.logprobs
-        return self.sampling(logprobs=self.logprobs, prompt_logprobs=prompt_logprobs)
+        return self.sampling(
+            logprobs=self.logprobs, prompt_logprobs=prompt_logprobs, structured_outputs=self.constraint()
+        )
 
 
 class TextPart(BaseModel):
@@ -205,12 +216,6 @@ class Message(BaseModel):
         )
 
 
-class ResponseFormat(BaseModel):
-    model_config = ConfigDict(extra="forbid", strict=True)
-
-    type: Literal["text"]
-
-
 Effort = Literal["none", "minimal", "low", "medium", "high", "xhigh"]
 _SET_BY_FIELDS = {"messages", "tools", "add_generation_prompt", "continue_final_message"}
 
@@ -246,7 +251,6 @@ class ChatBody(GenerateBody, TemplateOptions):
     max_completion_tokens: int | None = number("max_completion_tokens")
     logprobs: bool | None = None
     top_logprobs: int | None = number("top_logprobs")
-    response_format: ResponseFormat | None = None
     tools: Annotated[list[Tool], ONE_ERROR, FewTools] | None = None
     tool_choice: ToolChoice | None = None
     parallel_tool_calls: bool | None = None
@@ -265,7 +269,10 @@ class ChatBody(GenerateBody, TemplateOptions):
         if self.top_logprobs is not None and not self.logprobs:
             raise BadRequest("top_logprobs", self.top_logprobs, "needs logprobs=true")
         limit = self.max_completion_tokens if self.max_completion_tokens is not None else self.max_tokens
-        return self.sampling(logprobs=(self.top_logprobs or 0) if self.logprobs else None, max_tokens=limit)
+        return self.sampling(
+            logprobs=(self.top_logprobs or 0) if self.logprobs else None, max_tokens=limit,
+            structured_outputs=self.constraint(),
+        )
 
 
 class TokenizeBody(Body, TemplateOptions):

@@ -66,10 +66,10 @@ def plan_tools(
         if name not in names:
             raise BadRequest("tool_choice.function.name", name, "must be the name of one of the tools")
         schema = tools[names.index(name)].function.parameters or {"type": "object"}
-        forced = StructuredOutputsParams(json=schema)
+        forced = StructuredOutputsParams(json=schema, origin="tools")
         return ToolUse(shown, lambda: ForcedCallParser(name), forced, False, parallel, short)
     if choice == "required":
-        forced = StructuredOutputsParams(json=list_schema(tools, parallel))
+        forced = StructuredOutputsParams(json=list_schema(tools, parallel), origin="tools")
         return ToolUse(shown, ForcedListParser, forced, False, parallel, short)
     if options.tool_call_parser is None or not options.enable_auto_tool_choice:
         limit = "needs a server with --enable-auto-tool-choice and --tool-call-parser"

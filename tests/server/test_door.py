@@ -219,7 +219,6 @@ def test_fields_that_leave_no_legal_token_are_refused(door: Live, stream: bool, 
 
 UNKNOWN = [
     "temprature",
-    "structured_outputs",
     "guided_json",
     "functions",
     "use_beam_search",
@@ -231,7 +230,6 @@ UNKNOWN = [
 @BOTH
 @pytest.mark.parametrize("field", UNKNOWN)
 def test_a_field_that_is_not_known_is_refused_by_name(door: Live, path: str, field: str) -> None:
-    """Rows 9 and 11 for structured_outputs, until it is known."""
     door.refused(path, PATHS[path] | {field: {"json_object": False}}, field[:80])
 
 
@@ -297,10 +295,16 @@ def test_best_of_may_equal_n(door: Live) -> None:
         ({"tools": [{"type": "function"}]}, "tools"),
         ({"tool_choice": "auto"}, "tool_choice"),
         ({"tool_choice": {"type": "function"}}, "tool_choice"),
-        ({"response_format": {"type": "json_object"}}, "response_format.type"),
+        ({"response_format": {"type": "xml"}}, "response_format.type"),
+        ({"response_format": {"type": "json_schema"}}, "response_format.json_schema"),
+        ({"response_format": {"type": "text", "json_schema": {"name": "x"}}}, "response_format.json_schema"),
         (
             {"response_format": {"type": "json_schema", "json_schema": {"name": "x", "schema": ""}}},
-            "response_format.type",
+            "response_format.json_schema.schema",
+        ),
+        (
+            {"response_format": {"type": "json_object"}, "structured_outputs": {"regex": "a"}},
+            "structured_outputs",
         ),
         ({"response_format": "text"}, "response_format"),
         ({"messages": []}, "messages"),

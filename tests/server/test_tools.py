@@ -8,10 +8,10 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
 
+import jsonschema
 import pytest
 from conftest import Template
 from live import Live, serve
-from openai import BadRequestError
 from real import real_server
 from scripted import ByteTokenizer, ScriptedEngine
 from text_model import make_text_model
@@ -337,6 +337,23 @@ def test_effort_and_earlier_thoughts_reach_the_template() -> None:
         assert seen["messages"][1] == {"role": "assistant", "content": "a", "reasoning_content": "b"}
 
 
-def test_the_real_engine_refuses_forced_calls_until_grammar_is_built(tiny_model: Any) -> None:
-    with real_server(make_text_model(tiny_model)) as live, pytest.raises(BadRequestError, match="not built"):
-        live.openai.chat.completions.create(model="real", messages=HI, tools=TOOLS, tool_choice="required")
+def test_the_real_engine_forces_calls_by_grammar(tiny_model: Any) -> None:
+    """Random weights call a tool all the same, with arguments of its schema."""
+    schema = {
+        "type": "object",
+        "properties": {"unit": {"enum": ["c", "f"]}, "days": {"type": "integer", "maximum": 9, "minimum": 1}},
+        "required": ["unit", "days"],
+        "additionalProperties": False,
+    }
+    tools: Any = [{"type": "function", "function": {"name": "weather", "parameters": schema}}]
+    named: Any = {"type": "function", "function": {"name": "weather"}}
+    model = make_text_model(tiny_model, max_position_embeddings=1024)
+    spaceless = {"disable_any_whitespace": True}
+    with real_server(model, max_model_len=1024, structured_outputs_config=spaceless) as live:
+        for choice in ("required", named):
+            ask = {"messages": HI, "tools": tools, "tool_choice": choice, "parallel_tool_calls": False}
+            answer = live.openai.chat.completions.create(model="real", max_tokens=150, **ask)
+            assert answer.choices[0].finish_reason == "tool_calls"
+            (call,) = answer.choices[0].message.tool_calls or ()
+            assert call.function.name == "weather"
+            jsonschema.validate(json.loads(call.function.arguments), schema)

@@ -20,6 +20,11 @@ class ThinkParser:
         self._begun = self._thought = self._ended = False
         self._inside = thinks
 
+    @property
+    def thinks(self) -> bool:
+        """Whether what is fed next is thoughts, or may be while nothing was."""
+        return self._inside
+
     def feed(self, text: str) -> tuple[str, str]:
         self._rest += text
         if not self._begun and not self._begin():
