@@ -20,20 +20,23 @@ backend.pdl_options = lambda tensor: {"PDL": True, "launch_pdl": True}
 from slipstream.config.args import EngineArgs  # noqa: E402
 from slipstream.engine.plan import make_plan  # noqa: E402
 from slipstream.runner.build import make_bucketed, make_parts  # noqa: E402
+from slipstream.speculation.build import build_drafter  # noqa: E402
 
 
 def launches_of(model: str, kind: str) -> list[str]:
+    drafting = {"method": "ngram", "num_speculative_tokens": 5} if kind == "drafts" else None
     plan = make_plan(
         EngineArgs(
             model=model, device="cpu", dtype="bfloat16", max_model_len=128, max_num_seqs=40,
-            num_gpu_blocks_override=4, max_num_batched_tokens=64,
+            num_gpu_blocks_override=4, max_num_batched_tokens=240 if drafting else 64,
+            speculative_config=drafting,
         )
     )
     plan = dataclasses.replace(
         plan, attention_backend="triton", graph_sizes=(1, 8, 16, 32), token_buckets=(32, 64),
         kv_cache_dtype="fp8" if kind == "float8" else "bfloat16", batch_invariant=kind == "invariant",
     )
-    parts = make_parts(plan, torch.device("cpu"))
+    parts = make_parts(plan, torch.device("cpu"), build_drafter)
     made = make_bucketed(parts)
     made.attention.allocate(2)
     with torch.inference_mode():

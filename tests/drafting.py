@@ -52,8 +52,10 @@ class TableDrafter:
 
     def propose(self, step: DraftStep) -> Drafts:
         self.steps.append(step.num_drafts)
-        row_L = step.inputs.row_L
-        table, draft_K = self.table.to(row_L.device), torch.arange(self.most, device=row_L.device)
+        # Clamped for trials that compute nothing; moved in the first of them, before a graph is captured.
+        row_L = step.inputs.row_L.clamp(0, len(step.columns["length"]) - 1)
+        self.table = table = self.table.to(row_L.device)
+        draft_K = torch.arange(self.most, device=row_L.device)
         length_L = step.columns["length"][row_L].long()
         text_L = step.columns["text"][row_L].long().clamp(0, len(table) - 1)
         place_LK = (length_L[:, None] + draft_K).clamp(max=table.shape[1] - 1)

@@ -17,7 +17,7 @@ from slipstream.kernels.precompile import Known, Workers, list_launches
 from slipstream.runner.bucket_tick import BucketTick
 from slipstream.runner.memory import MemoryPlan, settle, size_kv_pool
 from slipstream.runner.memory_cuda import CudaMemory
-from slipstream.runner.shapes import Shape
+from slipstream.runner.shapes import FULL, Shape
 
 log = logging.getLogger("slipstream.runner")
 
@@ -91,9 +91,12 @@ def warm_up(
     compiling.compile(lambda: tick.launch_each_kind(shapes), lambda: multiply_once(plan, device))
     memory = CudaMemory(device)
     largest = max(shapes, key=lambda shape: (shape.tokens, shape.num_logprobs))
+    # Drafts make logits, and copies of them, larger than they are in the step of the most tokens.
+    widest = max(shapes, key=lambda shape: (shape.stage == FULL, shape.samples, shape.num_logprobs))
 
     def try_largest() -> None:
-        tick.graphs.run(largest)
+        for shape in (largest, widest)[: 1 + bool(widest.drafts)]:
+            tick.graphs.run(shape)
         torch.cuda.synchronize(device)
 
     memory.profile(try_largest)

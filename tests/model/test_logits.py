@@ -77,6 +77,22 @@ def test_whole_prefill_and_decode_agree_with_transformers(
     assert_same(run(model, tokens_T, [*range(7, 96, 7), 96]), expected)
 
 
+@pytest.mark.parametrize("family", FAMILIES)
+def test_what_goes_into_layers_agrees_with_transformers(tiny_model: Callable[..., Path], family: str) -> None:
+    folder = tiny_model(family, num_hidden_layers=4)
+    model, tokens_T, layers = ours(folder), tokens(40), (0, 3, 1)
+    with torch.inference_mode():
+        attend = DenseAttend(model.attention)
+        hidden_TH, aux_TX = model.forward_aux(tokens_T, torch.arange(40), attend, layers)
+        alone_TH = model.forward(tokens_T, torch.arange(40), DenseAttend(model.attention))
+        states = theirs(folder)(tokens_T[None], output_hidden_states=True).hidden_states
+    assert torch.equal(hidden_TH, alone_TH)
+    assert (hidden_TH - states[-1][0]).abs().max() < TOLERANCE
+    expected_TX = torch.cat([states[layer][0] for layer in layers], 1)
+    assert aux_TX is not None and expected_TX.std() > 0.1
+    assert (aux_TX - expected_TX).abs().max() < TOLERANCE
+
+
 @pytest.mark.parametrize(
     ("family", "options"),
     [

@@ -43,13 +43,18 @@ def dense(q, k, v, position, shape):
         ([], [(0, 7)]),
         ([17, 4], [(0, 12), (6, 5)]),
         ([70, 3, 200, 21], [(40, 3)]),
+        # Decode lanes with drafts: (computed before, tokens of this step).
+        ([(30, 4), (5, 1), (0, 3), (90, 2)], []),
+        ([(64, 17), 9, (200, 2), (31, 5)], [(6, 5)]),
+        ([7, (150, 3)], [(20, 2)]),
     ],
 )
 def test_a_step_equals_dense_attention(heads, kv_heads, window, soft_cap, decodes, prefills):
     rng = np.random.default_rng(len(decodes) * 10 + heads)
     size, block = 16, 8
     shape = LayerAttention(heads, kv_heads, size, 0.21, window, soft_cap)
-    lanes = [(n - 1, 1) for n in decodes] + list(prefills)  # (computed before, query length)
+    lanes = [n if isinstance(n, tuple) else (n - 1, 1) for n in decodes]
+    lanes += prefills  # (computed before, query length)
     blocks = [-(-(a + b) // block) for a, b in lanes]
     ids = rng.permutation(sum(blocks)) + 1
     table = np.zeros((len(lanes), max(blocks)), np.int32)
