@@ -32,12 +32,13 @@ BATCHES = {1: 12, 8: 4, 64: 2}
 
 
 def quoting_prompts(count: int) -> list[str]:
-    """Of the held-out prompts, those that quote a passage; repeated with another opening where they run
-    out."""
+    """Of the held-out prompts, those that quote a passage. All differ, though passages come with several
+    tasks."""
     openings = {task.partition("{")[0] for task in (*CODE_TASKS, *PROSE_TASKS)}
     found = [text for text in make_prompts(6000, held_out=True) if any(text.startswith(o) for o in openings)]
-    repeats = -(-count // len(found))
-    return [f"{'Please. ' * turn}{text}" for turn in range(repeats) for text in found][:count]
+    if len(found) < count:
+        raise ValueError(f"{count} different prompts are wanted, there are {len(found)}")
+    return found[:count]
 
 
 def token_ids(model: str, texts: list[str]) -> list[list[int]]:
@@ -71,11 +72,12 @@ def main() -> None:
         enable_prefix_caching=False, seed=0, **extra,
     )  # fmt: skip
     params = engine.SamplingParams(temperature=0.0, max_tokens=args.output_len, detokenize=False)
-    ids = token_ids(args.model, quoting_prompts(max(most, 64)))
-    for count in args.concurrency:
-        batches = BATCHES.get(count, 1)
-        prompts = [{"prompt_token_ids": ids[i % len(ids)]} for i in range(count * batches)]
-        llm.generate(prompts[:count], params, use_tqdm=False)
+    sizes = [count * BATCHES.get(count, 1) for count in args.concurrency]
+    # Every prompt is given once: what remembers past outputs must not have seen an answer before.
+    ids = iter(token_ids(args.model, quoting_prompts(sum(sizes) + sum(args.concurrency))))
+    for count, size in zip(args.concurrency, sizes, strict=True):
+        warm, prompts = ([{"prompt_token_ids": next(ids)} for _ in range(n)] for n in (count, size))
+        llm.generate(warm, params, use_tqdm=False)
         outputs: list[Any] = []
         begin = time.perf_counter()
         for first in range(0, len(prompts), count):
