@@ -15,13 +15,11 @@ from slipstream.runner.build import make_bucketed, make_parts
 from slipstream.runner.memory import MemoryPlan
 
 BLOCKS = 60
-SIZES = dict(max_num_seqs=3, max_model_len=64, num_gpu_blocks_override=BLOCKS, block_size=4)
+SIZES = dict(max_num_seqs=2, max_model_len=64, num_gpu_blocks_override=BLOCKS, block_size=4)
 KINDS = (
     dict(temperature=0.0, logprobs=2),
     dict(temperature=0.9, seed=3),
-    dict(temperature=1.1, top_k=9, top_p=0.8),
     dict(temperature=0.0, repetition_penalty=1.4, prompt_logprobs=1, min_tokens=3),
-    dict(temperature=1.0, allowed_token_ids=list(range(30, 70)), logit_bias={33: 2.0}),
 )
 
 
@@ -44,26 +42,26 @@ def build_interpreted(plan, drafter_of):
 
 
 def test_bucketed_steps_with_drafts_give_the_tokens_of_plain_ones(tmp_path):
-    model, most = make_tiny_model(tmp_path, "mistral", sliding_window=9), 3
+    model, most = make_tiny_model(tmp_path, "mistral", sliding_window=9), 2
     rng = np.random.default_rng(2)
-    prompts = [rng.integers(3, 250, n).tolist() for n in (1, 30, 7, 12, 26)]
+    prompts = [rng.integers(3, 250, n).tolist() for n in (1, 30, 7)]
 
     def requests(core):
         return [
-            make_request(core, key, prompt, SamplingParams(max_tokens=7, ignore_eos=True, **kind), key)
+            make_request(core, key, prompt, SamplingParams(max_tokens=5, ignore_eos=True, **kind), key)
             for key, (prompt, kind) in enumerate(zip(prompts, KINDS, strict=True))
         ]
 
     core = make_core(model, **SIZES, max_num_batched_tokens=40)
     asked = requests(core)
-    plain = run(core, asked, {3: 2, 4: 5})
+    plain = run(core, asked, {1: 2, 2: 5})
     core.close()
     texts = [prompt + plain[key].tokens for key, prompt in enumerate(prompts)]
-    drafter = TableDrafter(texts, most, 256, wrong=4)
+    drafter = TableDrafter(texts, most, 256, wrong=3)
     plan = draft_plan(model, most, max_num_batched_tokens=40, **SIZES)
-    limits = (most, 2, 0, most)
+    limits = (most, 1, 0, most)
     engine = DraftEngine(plan, drafter, build=build_interpreted, limit=lambda step: limits[step % 4])
-    drafted = engine.run(asked, {3: 2, 4: 5})
+    drafted = engine.run(asked, {1: 2, 2: 5})
     engine.close()
     verified, taken = engine.verified_and_taken()
     assert 0 < taken < verified
