@@ -13,6 +13,7 @@ from slipstream.contracts.sampling_params import SamplingParams
 from slipstream.contracts.step import Admission
 from slipstream.kernels.backend import Arg, jit_with, tl
 from slipstream.kernels.noise import lane_key, lane_keys, mix_word, noise_bits, token_cost
+from slipstream.rows.columns import LEGAL
 from slipstream.rows.table import RowTable
 from slipstream.sampling.pipeline import Pipeline, SampledTokens, default_features
 from slipstream.sampling.protocol import Feature, SampleBatch
@@ -55,12 +56,13 @@ KINDS = [
     {"min_p": 0.1, "allowed_token_ids": list(range(40, 90))},
     {"logit_bias": {4: 3.0, 5: -100.0}, "min_tokens": 9},
     {"top_k": -1, "frequency_penalty": 1.0, "temperature": 2.0},
+    {"legal": tuple(range(9, 160, 3)), "top_k": 20},
 ]
 
 
 @dataclass
 class Row:
-    """A request as a test names it."""
+    """A request as a test names it. legal: tokens that a grammar leaves; None without one."""
 
     params: SamplingParams = field(default_factory=SamplingParams)
     prompt: Sequence[int] = (1, 2, 3)
@@ -68,14 +70,15 @@ class Row:
     seed: int = 0
     end_ids: tuple[int, ...] = ()
     bad_words: tuple[tuple[int, ...], ...] = ()
+    legal: tuple[int, ...] | None = None
 
     @property
     def tokens(self) -> list[int]:
         return [*self.prompt, *self.output]
 
 
-def make_row(prompt=(1, 2, 3), output=(), seed=0, end_ids=(), bad_words=(), **params) -> Row:
-    return Row(SamplingParams(max_tokens=None, **params), prompt, output, seed, end_ids, bad_words)
+def make_row(prompt=(1, 2, 3), output=(), seed=0, end_ids=(), bad_words=(), legal=None, **params) -> Row:
+    return Row(SamplingParams(max_tokens=None, **params), prompt, output, seed, end_ids, bad_words, legal)
 
 
 def make_pipeline(
@@ -111,12 +114,18 @@ def make_batch(pipeline: Pipeline, rows: Sequence[Row], device: torch.device = C
             end_token_ids=row.end_ids,
             max_len=MAX_MODEL_LEN,
             bad_word_token_ids=row.bad_words,
+            grammar="" if row.legal is None else "told by the test",
         )
         tokens = np.array(row.tokens, np.int32)
         writer = table.admit(Admission(number, 1, request, tokens, 0, np.array([1], np.int32)))
         used.append(pipeline.admit(request, writer))
         writer.scalar("features", used[-1])
         writer.commit()
+        if row.legal is not None:
+            bits = np.zeros(32 * table.columns[LEGAL].shape[1], np.uint8)
+            bits[list(row.legal)] = 1
+            mask = np.packbits(bits, bitorder="little").view(np.int32)
+            table.constrain(np.array([number], np.int32), mask[None], np.array([number], np.int32))
     table.flush().apply(table.arena)
     row_N = torch.tensor(row_of_lane, device=device)
     lanes = {
@@ -178,9 +187,11 @@ def random_logits(lanes: int, vocab: int, seed: int = 0) -> torch.Tensor:
 
 
 def legal_probabilities(row, logits: np.ndarray) -> np.ndarray:
-    """The stated order in plain float64: allowed, bias, minimum length, bad words, penalties, temperature,
-    min_p, top_k, top_p."""
+    """The stated order in plain float64: grammar, allowed, bias, minimum length, bad words, penalties,
+    temperature, min_p, top_k, top_p."""
     x, params, ids = logits.astype(np.float64), row.params, np.arange(len(logits))
+    if row.legal is not None:
+        x[~np.isin(ids, row.legal)] = -np.inf
     if params.allowed_token_ids is not None:
         x[~np.isin(ids, params.allowed_token_ids)] = -np.inf
     for token, bias in (params.logit_bias or {}).items():

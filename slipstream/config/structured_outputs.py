@@ -3,6 +3,7 @@ a ValueError that names the key."""
 
 from __future__ import annotations
 
+import importlib.util
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from typing import Any
@@ -32,6 +33,11 @@ class StructuredOutputsConfig:
 NOTHING = StructuredOutputsConfig(backend=NONE)
 
 
+def is_installed() -> bool:
+    """Whether the library is there; it is loaded when an engine is made."""
+    return importlib.util.find_spec("llguidance") is not None
+
+
 def read_structured_outputs(args: EngineArgs) -> StructuredOutputsConfig:
     """Raises ValueError."""
     given = read_object("structured_outputs_config", args.structured_outputs_config)
@@ -49,15 +55,21 @@ def read_structured_outputs(args: EngineArgs) -> StructuredOutputsConfig:
             raise ValueError(f"{FLAG}: {key}={value!r}: must be a number of seconds, over 0 and at most 600")
     if args.skip_tokenizer_init:
         return NOTHING
+    if not is_installed():
+        if backend != BACKENDS[0]:
+            raise ValueError(f"{FLAG}: backend={backend!r}: llguidance is not installed")
+        return NOTHING
     return StructuredOutputsConfig(backend="guidance", **given)
 
 
 def structured_outputs_choice(args: EngineArgs) -> Choice:
     """value: the config's fields. Raises ValueError."""
     config = read_structured_outputs(args)
-    if config.backend == NONE:
+    if config.backend == NONE and args.skip_tokenizer_init:
         reason = "a grammar is made of tokens' texts, and there is no tokenizer"
         return Choice(value={"backend": NONE}, reason=reason, flag="--skip-tokenizer-init")
+    if config.backend == NONE:
+        return Choice(value={"backend": NONE}, reason="llguidance is not installed", flag=FLAG)
     reason = (
         "llguidance: masks are computed on the host while other rows' steps run; a constrained row waits for "
         "its own mask and takes part in the next step after that; it verifies no drafts"

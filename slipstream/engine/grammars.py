@@ -8,12 +8,10 @@ from typing import Protocol
 from slipstream.config.plan import EnginePlan
 from slipstream.config.structured_outputs import DECISION, NONE
 from slipstream.contracts.request import EngineRequest
-from slipstream.grammar.compiler import Compiler
-from slipstream.grammar.matchers import Grammars
 from slipstream.scheduler.constrained import Constraints, NoConstraints
 from slipstream.text.tokenizer import load_tokenizer
 
-NO_TOKENIZER = "structured_outputs: needs a tokenizer, and this engine runs without one"
+REFUSED = "structured_outputs: this engine constrains no texts, see its plan"
 
 
 class EngineGrammars(Constraints, Protocol):
@@ -51,7 +49,7 @@ class NoGrammars(NoConstraints):
         return len(self._refused)
 
     def open(self, request: EngineRequest) -> None:
-        self._refused.append((request, NO_TOKENIZER))
+        self._refused.append((request, REFUSED))
 
     def take_opened(self) -> Sequence[tuple[EngineRequest, str | None]]:
         refused, self._refused = self._refused, []
@@ -69,5 +67,9 @@ def make_grammars(plan: EnginePlan) -> EngineGrammars:
     plan says, requests with a grammar fail by that; a front end that takes texts has refused to start."""
     if plan.choices[DECISION].value["backend"] == NONE:
         return NoGrammars()
+    # Not needed where texts are free.
+    from slipstream.grammar.compiler import Compiler
+    from slipstream.grammar.matchers import Grammars
+
     spec, path = plan.spec, plan.args.tokenizer or plan.args.model
     return Grammars(Compiler(lambda: load_tokenizer(path), spec.vocab_size, spec.end_token_ids))

@@ -7,7 +7,7 @@ import functools
 import random
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, NotRequired, TypedDict
+from typing import TYPE_CHECKING, Any, NotRequired, TypedDict
 
 import numpy as np
 
@@ -17,8 +17,10 @@ from slipstream.contracts.errors import BadRequest
 from slipstream.contracts.limits import MAX_END_TOKEN_IDS, check_request
 from slipstream.contracts.sampling_params import SamplingParams
 from slipstream.engine.client import EngineInfo
-from slipstream.grammar.compiler import Compiler
 from slipstream.text.tokenizer import Tokenizer, load_tokenizer
+
+if TYPE_CHECKING:
+    from slipstream.grammar.compiler import Compiler
 
 Array = np.ndarray
 _CACHED_WORDS = 4096
@@ -74,6 +76,8 @@ class InputProcessor:
         self._structured = config_of(info.plan)
         self._compiler: Compiler | None = None
         if tokenizer is not None and self._structured.backend != NONE:
+            from slipstream.grammar.compiler import Compiler
+
             self._compiler = Compiler(lambda: tokenizer, vocab, info.end_token_ids)
         # A banned word is tokenised once, not once a prompt.
         self._word_ids = functools.lru_cache(_CACHED_WORDS)(self._tokenise_word)
@@ -124,8 +128,8 @@ class InputProcessor:
         if asked is None:
             return ""
         if self._compiler is None:
-            limit = "needs a tokenizer: the engine runs without one"
-            raise asked.wrong(limit)
+            needs = "a tokenizer" if self._tokenizer is None else "llguidance"
+            raise asked.wrong(f"needs {needs}: the engine runs without")
         grammar, legal = self._compiler.check(asked, self._structured)
         legal[[word[0] for word in banned if len(word) == 1]] = False
         allowed = params.allowed_token_ids

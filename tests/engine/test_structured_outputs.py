@@ -116,13 +116,15 @@ def test_answers_are_valid_and_the_same_on_every_engine_and_plain_ones_unchanged
     assert ("drafts" in name) == (stats.accepted_tokens > 0)
 
 
-@pytest.mark.skipif("SLIPSTREAM_TEST_SCHEMAS" not in os.environ, reason="names bfcl-eval's wheel")
 @pytest.mark.parametrize("name", ["drafts and preemption", "steps in flight"])
-def test_a_thousand_answers_over_a_hundred_schemas_are_valid(model, name):
-    ours = list(SCHEMAS.values())
-    schemas = ours + list(bfcl_schemas(os.environ["SLIPSTREAM_TEST_SCHEMAS"], 101 - len(ours)))
-    outputs, params, _ = answer(model, schemas, 1500, **ENGINES[name])
-    assert sum(one.structured_outputs is not None for one in params) == 1000
+def test_answers_over_many_schemas_are_valid(model, name):
+    """A dozen here; 1,000 over a hundred schemas where SLIPSTREAM_TEST_SCHEMAS names bfcl-eval's wheel."""
+    schemas, count = list(SCHEMAS.values()), 18
+    if wheel := os.environ.get("SLIPSTREAM_TEST_SCHEMAS"):
+        schemas += bfcl_schemas(wheel, 101 - len(schemas))
+        count = 1500
+    outputs, params, _ = answer(model, schemas, count, **ENGINES[name])
+    assert sum(one.structured_outputs is not None for one in params) == count * 2 // 3
     check_valid(schemas, outputs, params)
 
 

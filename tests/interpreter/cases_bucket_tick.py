@@ -1,11 +1,13 @@
 """Bucketed steps on Triton's kernels, run by its interpreter, against eager steps in torch operations."""
 
 import dataclasses
+import re
 
 import numpy as np
 import pytest
 import torch
 from harness import make_request, run
+from text_model import BYTE_ZERO, VOCAB, write_tokenizer
 from tiny_models import make_tiny_model
 
 from slipstream.config.args import EngineArgs
@@ -58,24 +60,32 @@ KINDS = (
     dict(temperature=0.9, seed=3),
     dict(temperature=1.1, top_k=9, top_p=0.8),
     dict(temperature=0.0, repetition_penalty=1.4, prompt_logprobs=1),
-    dict(temperature=1.0, allowed_token_ids=list(range(30, 70)), logit_bias={33: 2.0}),
+    dict(temperature=1.0, allowed_token_ids=list(range(30, 56)), logit_bias={33: 2.0}),
 )
+# Beside the tokens allowed there, of which this one's digits are 0 to 4.
+GRAMMARS = {len(KINDS) - 1: "start: /([!-&][0-9]){30}/"}
 
 
 @pytest.mark.parametrize("family", ["qwen3", "mistral"])
 def test_bucketed_steps_give_the_tokens_of_eager_ones(tmp_path, monkeypatch, family):
-    model = make_tiny_model(tmp_path, family, **(dict(sliding_window=9) if family == "mistral" else {}))
+    more = dict(sliding_window=9) if family == "mistral" else {}
+    model = write_tokenizer(make_tiny_model(tmp_path, family, vocab_size=VOCAB, **more))
     rng = np.random.default_rng(2)
     prompts = [rng.integers(3, 250, n).tolist() for n in (1, 30, 7, 12, 26)]
     results = []
     for bucketed in (False, True):
         core = make_core(model, monkeypatch, bucketed)
         requests = [
-            make_request(core, key, prompt, SamplingParams(max_tokens=7, ignore_eos=True, **kind), key)
+            make_request(
+                core, key, prompt, SamplingParams(max_tokens=7, ignore_eos=True, **kind), key,
+                grammar=GRAMMARS.get(key, ""),
+            )
             for key, (prompt, kind) in enumerate(zip(prompts, KINDS, strict=True))
         ]
         results.append(run(core, requests, {3: 2, 4: 5}))
         core.close()
+    said = bytes(token - BYTE_ZERO for token in results[0][len(KINDS) - 1].tokens)
+    assert re.fullmatch(b"([!-&][0-4]){3}[!-&]", said)
     for key, eager in results[0].items():
         got = results[1][key]
         assert (got.tokens, got.finish) == (eager.tokens, eager.finish), KINDS[key]
