@@ -2,6 +2,7 @@
 
 from slipstream.config.args import EngineArgs
 from slipstream.contracts.sampling_params import RequestOutputKind, SamplingParams
+from slipstream.contracts.structured_outputs import StructuredOutputsParams
 from slipstream.engine.async_llm import AsyncLLM
 from slipstream.engine.input_processor import TextPrompt, TokensPrompt
 from slipstream.engine.llm import LLM
@@ -20,6 +21,7 @@ __all__ = [
     "RequestOutput",
     "RequestOutputKind",
     "SamplingParams",
+    "StructuredOutputsParams",
     "TextPrompt",
     "TokensPrompt",
 ]

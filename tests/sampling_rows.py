@@ -56,7 +56,7 @@ KINDS = [
     {"min_p": 0.1, "allowed_token_ids": list(range(40, 90))},
     {"logit_bias": {4: 3.0, 5: -100.0}, "min_tokens": 9},
     {"top_k": -1, "frequency_penalty": 1.0, "temperature": 2.0},
-    {"legal": tuple(range(9, 160, 3)), "top_k": 20},
+    {"legal": tuple(range(9, 100, 3)), "top_k": 20},
 ]
 
 

@@ -17,10 +17,9 @@ from harness import make_core, make_request, run
 from schemas import SCHEMAS, bfcl_schemas
 from text_model import BYTE_ZERO, ids_of, make_text_model
 
-from slipstream import LLM, SamplingParams
+from slipstream import LLM, SamplingParams, StructuredOutputsParams
 from slipstream.contracts.errors import BadRequest
 from slipstream.contracts.step import Finish
-from slipstream.contracts.structured_outputs import StructuredOutputsParams
 from slipstream.grammar import compiler as compiler_module
 
 NGRAM = {"method": "ngram", "num_speculative_tokens": 4, "prompt_lookup_min": 1}
