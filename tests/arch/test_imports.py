@@ -27,7 +27,9 @@ LEVELS = (
     ("",),  # slipstream/__init__.py itself
 )
 LEVEL_OF = {part: level for level, parts in enumerate(LEVELS) for part in parts}
-WITHOUT_TORCH = {"contracts", "observe", "errors", "config", "text", "grammar", "scheduler", "server", "cli", ""}
+WITHOUT_TORCH = {
+    "contracts", "observe", "errors", "config", "text", "grammar", "scheduler", "server", "cli", ""
+}  # fmt: skip
 DELETABLE = {"runner_v1"}
 # All that the old runner takes of the new one: what a device's memory is, and how columns are declared.
 RUNNER_V1_MAY_IMPORT = ("slipstream.runner.memory", "slipstream.rows.columns.", "slipstream.rows.stream.")
