@@ -14,7 +14,7 @@ from slipstream.contracts.limits import ModelLimits
 from slipstream.contracts.outputs import EngineOutputs, EngineStats
 from slipstream.contracts.request import EngineRequest
 from slipstream.contracts.step import Finish, PromptLogprobs, TokenLogprobs
-from slipstream.engine.client import EngineInfo
+from slipstream.engine.client import EngineHealth, EngineInfo
 
 LIMITS = ModelLimits(vocab_size=320, max_model_len=256, block_size=16, num_blocks=100)
 News = tuple[int, Sequence[int], Finish]
@@ -52,6 +52,8 @@ class ScriptedClient:
     seen: list[EngineRequest] = field(default_factory=list)
     aborted: list[int] = field(default_factory=list)
     closed: bool = False
+    up: bool = True
+    pid: int | None = None
 
     def __post_init__(self) -> None:
         self._random = random.Random(self.seed)
@@ -61,6 +63,13 @@ class ScriptedClient:
 
     def filenos(self) -> tuple[int, ...]:
         return (self._pipe[0],)
+
+    @property
+    def health(self) -> EngineHealth:
+        return EngineHealth(self.up)
+
+    def tend(self, busy: bool) -> bool:
+        return False
 
     def add(self, requests: Sequence[EngineRequest]) -> None:
         for request in requests:

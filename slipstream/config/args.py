@@ -73,6 +73,14 @@ class EngineArgs:
     max_logprobs: int = field(
         default=20, metadata={"help": "most logprobs a request may ask; -1: the vocabulary"}
     )
+    engine_progress_timeout: float = field(
+        default=30.0,
+        metadata={"help": "seconds without progress after which another engine takes over; 0: never"},
+    )
+    max_engine_restarts: int = field(
+        default=3,
+        metadata={"help": "engines that may be lost in a row without a token made; 0: none takes over"},
+    )
     served_model_name: str | None = field(default=None, metadata={"help": "model name of the HTTP API"})
     chat_template: str | None = field(default=None, metadata={"help": "file or text of a chat template"})
     trace: str | None = field(

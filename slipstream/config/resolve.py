@@ -130,6 +130,9 @@ def _check(args: EngineArgs) -> None:
         raise ValueError(
             f"--gpu-memory-utilization={args.gpu_memory_utilization}: must be over 0 and at most 1"
         )
+    for name in ("engine_progress_timeout", "max_engine_restarts"):
+        if not 0 <= (value := getattr(args, name)) < float("inf"):
+            raise ValueError(f"{flag_name(name)}={value}: must be finite and at least 0")
     if args.num_gpu_blocks_override is not None and args.num_gpu_blocks_override < 2:
         raise ValueError("--num-gpu-blocks-override: must be at least 2 (block 0 is the null block)")
     if args.num_gpu_blocks_override is not None and args.kv_cache_memory_bytes is not None:

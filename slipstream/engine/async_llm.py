@@ -3,15 +3,18 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncGenerator, Iterable
+from collections.abc import AsyncGenerator, Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
+from dataclasses import replace
 from typing import Protocol
 
 from slipstream.config.args import EngineArgs
 from slipstream.contracts.errors import EngineDeadError, EngineError, QueueTimeoutError
 from slipstream.contracts.outputs import EngineStats
 from slipstream.contracts.sampling_params import SamplingParams
-from slipstream.engine.client import EngineClient, EngineInfo
+from slipstream.contracts.structured_outputs import FIELD
+from slipstream.engine.client import EngineClient, EngineHealth, EngineInfo
 from slipstream.engine.input_processor import InputProcessor, Prompt, open_tokenizer
 from slipstream.engine.look import Look, Lookers
 from slipstream.engine.output_processor import OutputProcessor
@@ -22,18 +25,47 @@ from slipstream.text.tokenizer import Tokenizer
 
 log = get_logger(__name__)
 
+# How often the engine is looked after: while it is up, and while another one starts.
+TEND_SECONDS, START_TEND_SECONDS = 0.25, 0.02
 MOST_COMPILING = 16  # requests whose grammars are compiled at once; others wait
 
 
+def failure(params: SamplingParams, text: str) -> Exception:
+    """Why a request failed alone: by what it asked, where the text names the field, else by us."""
+    asked, start = params.structured_outputs, f"{FIELD}: "
+    if asked is not None and text.startswith(start):
+        return asked.wrong(text.removeprefix(start))
+    return EngineError(text)
+
+
+def _at_rest(info: EngineInfo) -> EngineStats:
+    return EngineStats(free_blocks=info.limits.num_blocks, num_blocks=info.limits.num_blocks)
+
+
 class SelectableClient(EngineClient, Protocol):
-    """An engine that an event loop can wait for."""
+    """An engine that an event loop can wait for. up: one runs; while none does, what is added, aborted or
+    asked is dropped. pid: of its process; None where that is this one."""
+
+    @property
+    def pid(self) -> int | None: ...
+
+    @property
+    def up(self) -> bool: ...
+
+    @property
+    def health(self) -> EngineHealth: ...
+
+    def tend(self, busy: bool) -> bool:
+        """To be called a few times a second; busy: requests are live. True where another engine has taken
+        over, which knows no request. Raises EngineDeadError where none will."""
+        ...
 
     def look(self) -> None:
         """Ask for a snapshot; it comes in outputs of its own."""
         ...
 
     def filenos(self) -> tuple[int, ...]:
-        """Descriptors that become readable when receive(0) may have news."""
+        """Descriptors that become readable when receive(0) may have news; none while no engine is up."""
         ...
 
 
@@ -54,20 +86,20 @@ class _Patience:
 class AsyncLLM:
     """A running engine. Everything here belongs to the thread of one event loop at a time.
 
-    stats: the engine's state after the last step that the loop has heard of.
+    stats: the engine's state after the last step that the loop has heard of; its counts are this engine's.
     """
 
     def __init__(self, client: SelectableClient, tokenizer: Tokenizer | None, seed: int = 0) -> None:
         self.info: EngineInfo = client.info
-        self.stats = EngineStats(
-            free_blocks=client.info.limits.num_blocks, num_blocks=client.info.limits.num_blocks
-        )
+        self.stats = _at_rest(client.info)
         self._client = client
         self._tokenizer = tokenizer
         self._inputs = InputProcessor(tokenizer, client.info, seed)
         self._outputs = OutputProcessor(tokenizer)
         self._wake: dict[RequestState, asyncio.Event] = {}
         self._loop: asyncio.AbstractEventLoop | None = None
+        self._timer: asyncio.TimerHandle | None = None
+        self._ears: tuple[int, ...] = ()  # descriptors that the loop waits for
         self._dead: str | None = None
         self._lookers = Lookers()
         # Threads that wait for grammars to be compiled; the compiling itself is of a pool of its own.
@@ -75,12 +107,13 @@ class AsyncLLM:
 
     @classmethod
     def from_engine_args(cls, args: EngineArgs) -> AsyncLLM:
-        """Start an engine process; returns when it is ready. Raises ValueError for what cannot be honoured,
-        EngineError where the engine fails to start."""
-        from slipstream.engine.process_client import ProcessClient
+        """Start an engine process; returns when it is ready. Another one takes its place, and its requests,
+        when it dies or hangs. Raises ValueError for what cannot be honoured, EngineError where the engine
+        fails to start."""
+        from slipstream.engine.steady_client import SteadyClient
 
         tokenizer = open_tokenizer(args)
-        return cls(ProcessClient(args), tokenizer, args.seed)
+        return cls(SteadyClient(args), tokenizer, args.seed)
 
     async def generate(
         self,
@@ -118,7 +151,7 @@ class AsyncLLM:
                 if patience is not None and patience.spent:
                     raise QueueTimeoutError(patience.seconds)
                 if state.error is not None:
-                    raise EngineError(state.error)
+                    raise failure(sampling_params, state.error)
                 if (output := state.take()) is not None:
                     yield output
                     if output.finished:
@@ -151,6 +184,10 @@ class AsyncLLM:
         if keys and self._dead is None:
             self._client.abort(keys)
 
+    def watch(self) -> None:
+        """Look after the engine on the running loop from now on, also while there is no request."""
+        self._listen()
+
     def _listen(self) -> None:
         """Wait for the engine on the running loop."""
         loop = asyncio.get_running_loop()
@@ -158,19 +195,48 @@ class AsyncLLM:
             return
         self._deafen()
         self._loop = loop
-        for fileno in self._client.filenos():
-            loop.add_reader(fileno, self._read)
-        loop.call_soon(self._read)  # the descriptors tell of changes only
+        self._tend()
+
+    def _hear(self) -> None:
+        """Wait for the descriptors that the client has now."""
+        filenos = self._client.filenos() if self._loop is not None else ()
+        if self._loop is None or filenos == self._ears:
+            return
+        self._forget_ears(self._loop)
+        self._ears = filenos
+        for fileno in filenos:
+            self._loop.add_reader(fileno, self._read)
+        self._loop.call_soon(self._read)  # the descriptors tell of changes only
+
+    def _forget_ears(self, loop: asyncio.AbstractEventLoop) -> None:
+        for fileno in self._ears:
+            loop.remove_reader(fileno)
+        self._ears = ()
 
     def _deafen(self) -> None:
+        if self._timer is not None:
+            self._timer.cancel()
         if self._loop is not None and not self._loop.is_closed():
-            for fileno in self._client.filenos():
-                self._loop.remove_reader(fileno)
-        self._loop = None
+            self._forget_ears(self._loop)
+        self._loop, self._timer, self._ears = None, None, ()
+
+    def _tend(self) -> None:
+        """Replace an engine that is lost: whoever is live goes on with the tokens that he has."""
+        self._read()
+        with self._ending_streams():
+            if self._dead is None and self._client.tend(self._outputs.num_live > 0):
+                self.stats = _at_rest(self._client.info)
+                self._client.add(self._outputs.resume(self._wake))
+                if self._lookers:
+                    self._client.look()
+        if self._loop is not None:
+            self._hear()
+            seconds = TEND_SECONDS if self._client.up else START_TEND_SECONDS
+            self._timer = self._loop.call_later(seconds, self._tend)
 
     def _read(self) -> None:
         """Take what the engine has sent."""
-        try:
+        with self._ending_streams():
             while self._dead is None and (outputs := self._client.receive(0)) is not None:
                 self.stats = outputs.stats
                 self._lookers.show(outputs, self._outputs)
@@ -179,11 +245,18 @@ class AsyncLLM:
                     self._client.abort(stopped)
                 for state in ready:
                     self._wake[state].set()
+        if self._ears and not self._client.up:
+            self._hear()  # a process that has gone would be heard for ever
+
+    @contextmanager
+    def _ending_streams(self) -> Iterator[None]:
+        """Streams that nobody feeds any more must end, not hang."""
+        try:
+            yield
         except EngineDeadError as error:
             log.error("engine is gone", reason=str(error))
             self._die(str(error))
         except Exception as error:
-            # Streams that nobody feeds any more must end, not hang.
             log.exception("outputs could not be read")
             self._die(f"outputs could not be read: {error!r}")
 
@@ -208,6 +281,18 @@ class AsyncLLM:
         """True once the engine takes no requests any more."""
         self._read()
         return self._dead is not None
+
+    @property
+    def health(self) -> EngineHealth:
+        """How the engine does, or why there is none any more."""
+        self._read()
+        health = self._client.health
+        return health if self._dead is None else replace(health, ready=False, quiet=None, reason=self._dead)
+
+    @property
+    def engine_pid(self) -> int | None:
+        """The process that computes now; None where that is this one."""
+        return self._client.pid
 
     def get_tokenizer(self) -> Tokenizer | None:
         """None with skip_tokenizer_init."""

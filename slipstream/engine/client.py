@@ -23,6 +23,19 @@ class EngineInfo:
     vllm_0_31: dict[str, dict[str, Any]] = field(default_factory=dict)
 
 
+@dataclass(frozen=True, slots=True)
+class EngineHealth:
+    """ready: an engine is up and takes requests. restarts: engines that took over from one that was lost.
+    progress: messages taken and steps made by this engine; quiet: seconds since that moved while requests
+    were live, None while no engine is up. reason: why there is no engine and will be none, else empty."""
+
+    ready: bool
+    restarts: int = 0
+    progress: int = 0
+    quiet: float | None = 0.0
+    reason: str = ""
+
+
 class EngineClient(Protocol):
     """add and abort never wait for a step. Outputs come in the order the engine made them."""
 

@@ -1,12 +1,13 @@
-"""The engine in a process of its own: python -m slipstream.engine.engine_process FD.
+"""The engine in a process of its own: python -m slipstream.engine.engine_process FD COUNTER.
 
 FD is a socket to the ProcessClient that started it. It brings the Start message; then each side sees by its
-end that the other one is gone.
+end that the other one is gone. COUNTER is a memory file, in which the engine counts its progress.
 """
 
 from __future__ import annotations
 
 import gc
+import mmap
 import os
 import shutil
 import signal
@@ -15,7 +16,7 @@ import struct
 import sys
 import threading
 import traceback
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Protocol
 
@@ -34,6 +35,29 @@ class NotHonoured(Exception):
     """The flags ask for what this model or machine cannot do."""
 
 
+class Counter:
+    """A number that one process counts up and another one reads, in a memory file: no message, no wait.
+    fileno: of the file; close() closes it too."""
+
+    def __init__(self, fileno: int) -> None:
+        self.fileno = fileno
+        os.ftruncate(fileno, mmap.PAGESIZE)
+        self._memory = mmap.mmap(fileno, mmap.PAGESIZE)
+        self._words = memoryview(self._memory).cast("Q")
+
+    def count(self) -> None:
+        self._words[0] += 1
+
+    @property
+    def value(self) -> int:
+        return self._words[0]
+
+    def close(self) -> None:
+        self._words.release()
+        self._memory.close()
+        os.close(self.fileno)
+
+
 class Core(Protocol):
     """The part of EngineCore that the loop uses."""
 
@@ -49,8 +73,11 @@ class Core(Protocol):
     def look(self) -> EngineOutputs: ...
 
 
-def run(core: Core, inbox: zmq.Socket[bytes], outbox: zmq.Socket[bytes]) -> None:
-    """Steps while there is work, waits for messages while there is none. Returns at a CLOSE message."""
+def run(
+    core: Core, inbox: zmq.Socket[bytes], outbox: zmq.Socket[bytes], progress: Callable[[], None]
+) -> None:
+    """Steps while there is work, waits for messages while there is none. Returns at a CLOSE message.
+    progress: called after every message taken and step made."""
     requests, keys = wire.decoder(list[EngineRequest]), wire.decoder(list[int])
     while True:
         if not core.has_work:
@@ -65,8 +92,10 @@ def run(core: Core, inbox: zmq.Socket[bytes], outbox: zmq.Socket[bytes]) -> None
                 outbox.send_multipart((wire.OUTPUTS, wire.encode(core.look())))
             else:
                 return
+            progress()
         if core.has_work and (outputs := core.step()) is not None:
             outbox.send_multipart((wire.OUTPUTS, wire.encode(outputs)))
+            progress()
 
 
 def main() -> int:
@@ -85,7 +114,7 @@ def main() -> int:
     inbox.bind(wire.address(start.folder, "in"))
     outbox.connect(wire.address(start.folder, "out"))
     try:
-        _serve(start, inbox, outbox)
+        _serve(start, inbox, outbox, Counter(int(sys.argv[2])))
         return 0
     except Exception as error:
         outbox.send_multipart((wire.FAILED, wire.encode(_failure(error))))
@@ -94,7 +123,9 @@ def main() -> int:
         context.destroy(linger=_LAST_WORDS_MS)
 
 
-def _serve(start: wire.Start, inbox: zmq.Socket[bytes], outbox: zmq.Socket[bytes]) -> None:
+def _serve(
+    start: wire.Start, inbox: zmq.Socket[bytes], outbox: zmq.Socket[bytes], counter: Counter
+) -> None:
     # torch comes with these; the parent's socket is watched from before that.
     from slipstream.engine.core import EngineCore
     from slipstream.engine.plan import make_plan
@@ -108,7 +139,7 @@ def _serve(start: wire.Start, inbox: zmq.Socket[bytes], outbox: zmq.Socket[bytes
     gc.freeze()
     outbox.send_multipart((wire.READY, wire.encode(core.info)))
     try:
-        run(core, inbox, outbox)
+        run(core, inbox, outbox, counter.count)
     finally:
         core.close()
 

@@ -7,6 +7,7 @@ from collections.abc import Iterable
 import numpy as np
 
 from slipstream.contracts.outputs import EngineOutputs
+from slipstream.contracts.request import EngineRequest
 from slipstream.contracts.sampling_params import RequestOutputKind
 from slipstream.contracts.step import Finish
 from slipstream.engine.input_processor import PreparedRequest
@@ -189,12 +190,16 @@ class OutputProcessor:
                     self._end(sample, self._store.tokens(sample), Finish.ABORT, None)
         return keys
 
+    def resume(self, states: Iterable[RequestState]) -> list[EngineRequest]:
+        """What an engine that knows nothing of these requests is to go on with."""
+        return [request for state in states for request in state.resume(self._store.tokens)]
+
     def process(self, outputs: EngineOutputs) -> tuple[list[RequestState], list[int]]:
         """(requests that have an output to take, keys that the engine is to abort: stop strings ended
         them)."""
         for key, cached in outputs.num_cached:
             sample = self._store.find(key)
-            if sample is not None and sample.index == 0:
+            if sample is not None and sample.index == 0 and sample.request.num_cached is None:
                 sample.request.num_cached = int(cached)
         for key, when in outputs.admitted:
             sample = self._store.find(key)

@@ -19,21 +19,26 @@ from slipstream.contracts.outputs import EngineOutputs
 from slipstream.contracts.request import EngineRequest
 from slipstream.engine import wire
 from slipstream.engine.client import EngineInfo
-from slipstream.engine.engine_process import LENGTH
+from slipstream.engine.engine_process import LENGTH, Counter
 from slipstream.observe.log import ROOT, current_format
 
 _LAST_WORDS_MS = 300  # a message may still be on its way when the process has ended
 _CLOSE_SECONDS = 20.0  # for the steps in flight and the trace
+_EXIT_SECONDS = 2.0  # for a process that has hung up to be gone
 
 
 class ProcessClient:
     """An EngineClient. add and abort belong to one thread, receive to one thread; close to any once both are
     done. The engine ends with this process, however that ends.
 
-    Raises what the engine raised where it cannot start: ValueError with its text, else EngineError.
+    Raises what the engine raised where it cannot start: ValueError with its text, else EngineError. wait:
+    False returns at once; then receive() is to be called until `ready`, and nothing else, and what cannot
+    start is an EngineDeadError.
     """
 
-    def __init__(self, args: EngineArgs) -> None:
+    info: EngineInfo
+
+    def __init__(self, args: EngineArgs, wait: bool = True) -> None:
         # Only this user may enter: whoever can connect could run requests.
         self._folder = tempfile.TemporaryDirectory(prefix="slipstream-")
         self._context = zmq.Context()
@@ -45,31 +50,61 @@ class ProcessClient:
         self._to_engine.connect(wire.address(self._folder.name, "in"))
         self._from_engine.bind(wire.address(self._folder.name, "out"))
         self._lifeline, theirs = socket.socketpair()
+        self._counter = Counter(os.memfd_create("progress"))
         with theirs:
-            self._process = _spawn(theirs.fileno())
+            self._process = _spawn(theirs.fileno(), self._counter.fileno)
         self._poller = zmq.Poller()
         self._poller.register(self._from_engine, zmq.POLLIN)
         self._poller.register(self._lifeline.fileno(), zmq.POLLIN)
         self._outputs = wire.decoder(EngineOutputs)
         self._closed = False
+        self.ready = False
         try:
             start = wire.encode(wire.Start(args, self._folder.name, _log_level(), current_format()))
             self._lifeline.sendall(LENGTH.pack(len(start)) + start)
-            self.info = self._wait_until_ready()
+            if wait:
+                self._wait_until_ready()
         except BaseException:
             self._lifeline.close()  # an engine that still loads does not listen
             self.close()
             raise
 
-    def _wait_until_ready(self) -> EngineInfo:
+    def _wait_until_ready(self) -> None:
         message = self._next(None)
         assert message is not None
         kind, body = message
         if kind == wire.FAILED:
             failure: wire.Failure = wire.decoder(wire.Failure)(body)
             raise ValueError(failure.text) if failure.users else EngineError(failure.text)
-        info: EngineInfo = wire.decoder(EngineInfo)(body)
-        return info
+        self._greet(body)
+
+    def _greet(self, body: bytes) -> None:
+        self.info = wire.decoder(EngineInfo)(body)
+        self.ready = True
+
+    @property
+    def progress(self) -> int:
+        """Messages taken and steps made so far, whatever the engine does now."""
+        return self._counter.value
+
+    @property
+    def cpu_seconds(self) -> float:
+        """CPU time of the process and its threads so far, from Linux' /proc/PID/stat (proc(5))."""
+        after_name = Path(f"/proc/{self.pid}/stat").read_text().rpartition(")")[2].split()
+        return (int(after_name[11]) + int(after_name[12])) / os.sysconf("SC_CLK_TCK")
+
+    @property
+    def pid(self) -> int:
+        return self._process.pid
+
+    @property
+    def ended(self) -> bool:
+        """Nothing is left of the process."""
+        return self._process.poll() is not None
+
+    def kill(self) -> None:
+        """End the process whatever it does; close() tidies up."""
+        self._process.kill()
 
     def add(self, requests: Sequence[EngineRequest]) -> None:
         self._to_engine.send_multipart((wire.ADD, wire.encode(requests)))
@@ -90,6 +125,9 @@ class ProcessClient:
         kind, body = message
         if kind == wire.FAILED:
             raise EngineDeadError(f"the engine failed: {wire.decoder(wire.Failure)(body).text}")
+        if kind == wire.READY:
+            self._greet(body)
+            return None
         outputs: EngineOutputs = self._outputs(body)
         return outputs
 
@@ -107,7 +145,10 @@ class ProcessClient:
             return message
         if not ready:
             return None
-        code = self._process.wait(_CLOSE_SECONDS)
+        try:
+            code = self._process.wait(_EXIT_SECONDS)
+        except subprocess.TimeoutExpired:
+            raise EngineDeadError("the engine process hung up") from None
         how = f"by signal {-code}" if code < 0 else f"with exit code {code}"
         raise EngineDeadError(f"the engine process ended {how}")
 
@@ -123,17 +164,18 @@ class ProcessClient:
             self._process.kill()
             self._process.wait()
         self._lifeline.close()
+        self._counter.close()
         self._context.destroy(linger=0)
         self._folder.cleanup()
 
 
-def _spawn(fileno: int) -> subprocess.Popen[bytes]:
+def _spawn(*filenos: int) -> subprocess.Popen[bytes]:
     """A fresh interpreter that imports from where this one does, but not this one's main module."""
     root = str(Path(__file__).parents[2])
     environment = os.environ | {"PYTHONPATH": os.pathsep.join([*filter(None, sys.path), root])}
     return subprocess.Popen(
-        [sys.executable, "-P", "-m", "slipstream.engine.engine_process", str(fileno)],
-        pass_fds=(fileno,), stdin=subprocess.DEVNULL, env=environment,
+        [sys.executable, "-P", "-m", "slipstream.engine.engine_process", *map(str, filenos)],
+        pass_fds=filenos, stdin=subprocess.DEVNULL, env=environment,
     )
 
 

@@ -9,6 +9,8 @@ import time
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
 
+import numpy as np
+
 from slipstream.contracts.request import EngineRequest
 from slipstream.contracts.sampling_params import RequestOutputKind
 from slipstream.contracts.step import Finish, PromptLogprobs
@@ -147,6 +149,24 @@ class RequestState:
             )
             for sample in self.samples
         ]
+
+    def resume(self, stored: Callable[[Sample], list[int]]) -> list[EngineRequest]:
+        """One a sample that runs, with the tokens that came of it, for an engine that has seen none of them.
+        stored: the tokens of a sample that nobody watches. A prompt that is scored in part is scored
+        again."""
+        scores, prompt = self.prompt_logprobs, self.prepared.token_ids
+        if scores is not None and len(scores) < len(prompt):
+            scores = self.prompt_logprobs = [None]
+        scored = scores is None or len(scores) == len(prompt)
+        resumed = []
+        for sample, request in zip(self.samples, self.engine_requests(), strict=True):
+            if sample.finish_reason is None:
+                tokens = sample.token_ids if sample.watched else stored(sample)
+                request.resumed_token_ids = np.array(tokens, np.int32)
+                if scored and request.params.prompt_logprobs is not None:
+                    request.params = replace(request.params, prompt_logprobs=None)
+                resumed.append(request)
+        return resumed
 
     def add_prompt_scores(self, piece: PromptLogprobs, text_of: TokenText) -> None:
         if self.prompt_logprobs is not None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Literal
 
 from fastapi import APIRouter, FastAPI, Request, Response
 from typing_extensions import TypedDict
@@ -14,7 +14,7 @@ from slipstream.observe.log import get_logger
 from slipstream.observe.version import package_version
 from slipstream.server import chat, completions, embeddings, pages, responses, tokenize
 from slipstream.server.context import Context, Engine, Render
-from slipstream.server.errors import ErrorBody, error_body, install
+from slipstream.server.errors import ErrorBody, install
 from slipstream.server.guards import install_guards
 from slipstream.server.metrics import Metrics
 from slipstream.server.options import ServerOptions
@@ -48,6 +48,18 @@ class Version(TypedDict):
     version: str
 
 
+class Health(TypedDict):
+    status: Literal["ready", "restarting", "dead"]
+    live: bool
+    ready: bool
+    progress: int
+    quiet_seconds: float | None
+    restarts: int
+    running: int
+    waiting: int
+    reason: str
+
+
 def build_app(
     engine: Engine,
     model: str,
@@ -63,7 +75,9 @@ def build_app(
     """
     spans = None if options.otlp_traces_endpoint is None else Spans(options.otlp_traces_endpoint, model)
     listeners = [log_request] * options.enable_log_requests + ([] if spans is None else [spans.ended])
-    metrics = Metrics(model, lambda: engine.stats, engine.info, listeners)
+    metrics = Metrics(
+        model, lambda: engine.stats, engine.info, listeners, lambda: engine.health.restarts
+    )
     max_chars = 0 if tokenizer is None else engine.info.limits.max_model_len * _longest_token(tokenizer)
     context = Context(engine, model, metrics, options, tokenizer, render, max_chars)
 
@@ -121,14 +135,24 @@ def _plain_routes(context: Context) -> APIRouter:
         "max_model_len": context.engine.info.limits.max_model_len,
     }
 
-    @routes.get("/health", responses={503: {"model": ErrorBody}})
+    @routes.get("/health", responses={200: {"model": Health}, 503: {"model": Health}})
     async def health() -> Response:
-        """200 while the engine takes requests."""
-        if context.engine.errored:
-            return Response(
-                json_answer(error_body(503, "the engine is gone")).body, 503, media_type="application/json"
-            )
-        return Response(status_code=200)
+        """200 while an engine takes requests, 503 while another one starts and once there is none. progress:
+        messages taken and steps made by this engine; quiet_seconds: since that moved with requests live."""
+        now, stats = context.engine.health, context.engine.stats
+        told: Health = {
+            "status": "dead" if now.reason else "ready" if now.ready else "restarting",
+            "live": not now.reason,
+            "ready": now.ready,
+            "progress": now.progress,
+            "quiet_seconds": None if now.quiet is None else round(now.quiet, 3),
+            "restarts": now.restarts,
+            "running": stats.num_running,
+            "waiting": stats.num_waiting,
+            "reason": now.reason,
+        }
+        body = json_answer(told).body
+        return Response(body, 200 if now.ready else 503, media_type="application/json")
 
     @routes.get("/v1/models", responses={200: {"model": ModelList}})
     async def models() -> Response:

@@ -26,7 +26,7 @@ from slipstream.text.parsers.registry import REASONING_PARSERS
 
 if TYPE_CHECKING:
     from slipstream.contracts.outputs import EngineStats
-    from slipstream.engine.client import EngineInfo
+    from slipstream.engine.client import EngineHealth, EngineInfo
     from slipstream.engine.input_processor import TokensPrompt
     from slipstream.engine.look import Look
     from slipstream.engine.outputs import RequestOutput
@@ -47,7 +47,7 @@ class Engine(Protocol):
     def stats(self) -> EngineStats: ...
 
     @property
-    def errored(self) -> bool: ...
+    def health(self) -> EngineHealth: ...
 
     def generate(
         self,

@@ -15,6 +15,7 @@ import uvicorn
 from uvicorn.config import LOGGING_CONFIG, SSL_PROTOCOL_VERSION, create_ssl_context
 
 from slipstream.config.args import EngineArgs
+from slipstream.contracts.errors import EngineDeadError
 from slipstream.observe.log import get_logger, setup, uvicorn_config
 from slipstream.server.app import build_app
 from slipstream.server.options import ServerOptions
@@ -70,7 +71,8 @@ class ServeOptions:
 
 class DrainingServer(uvicorn.Server):
     """Ends as uvicorn does, but what has not finished at the deadline is told so instead of cut off.
-    listening: called once clients can connect."""
+    listening: called once clients can connect. lost: says that no engine is left, which ends the server;
+    `failed` from then on."""
 
     def __init__(
         self,
@@ -78,11 +80,18 @@ class DrainingServer(uvicorn.Server):
         seconds: float,
         listening: Callable[[], None],
         stop: Callable[[str], None],
+        lost: Callable[[], bool],
     ) -> None:
         super().__init__(config)
         self._seconds = seconds
         self._listening = listening
         self._stop = stop
+        self._lost = lost
+        self.failed = False
+
+    async def on_tick(self, counter: int) -> bool:
+        self.failed = self._lost()
+        return self.failed or await super().on_tick(counter)
 
     async def startup(self, sockets: list[socket.socket] | None = None) -> None:
         await super().startup(sockets)
@@ -98,7 +107,7 @@ class DrainingServer(uvicorn.Server):
 
 def serve(args: EngineArgs, options: ServeOptions) -> None:
     """Runs until SIGINT or SIGTERM. Raises ValueError for flags that cannot be honoured, OSError for a port
-    that cannot be had: before any weight is read."""
+    that cannot be had: before any weight is read; EngineDeadError where the engine is lost for good."""
     from slipstream.engine.async_llm import AsyncLLM
     from slipstream.text.chat_template import load_chat_template
 
@@ -117,6 +126,7 @@ def serve(args: EngineArgs, options: ServeOptions) -> None:
         host, port = listener.getsockname()[:2]
 
         def ready() -> None:
+            engine.watch()
             url = f"{scheme}://{host}:{port}"
             log.info("ready", url=url, model=model, seconds=time.monotonic() - begin)
 
@@ -136,7 +146,12 @@ def serve(args: EngineArgs, options: ServeOptions) -> None:
         )
         # uvicorn raises the signal again once it has ended; a server that was asked to end has not failed.
         signal.signal(signal.SIGTERM, lambda *_: log.info("ended"))
-        DrainingServer(config, options.shutdown_timeout, ready, engine.stop).run(sockets=[listener])
+        server = DrainingServer(
+            config, options.shutdown_timeout, ready, engine.stop, lambda: bool(engine.health.reason)
+        )
+        server.run(sockets=[listener])
+        if server.failed:
+            raise EngineDeadError(engine.health.reason)
     finally:
         engine.shutdown()
         listener.close()

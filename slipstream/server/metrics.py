@@ -32,7 +32,7 @@ _SAMPLES = (1, 2, 5, 10, 20, 50, 128)
 
 class Metrics:
     """All series of one server. stats is read at scrape time, so the engine's loop never touches
-    Prometheus. listeners: told of every prompt that ended."""
+    Prometheus, and so is restarts. listeners: told of every prompt that ended."""
 
     def __init__(
         self,
@@ -40,11 +40,12 @@ class Metrics:
         stats: Callable[[], EngineStats],
         info: EngineInfo,
         listeners: Sequence[Callable[[Ended], None]] = (),
+        restarts: Callable[[], int] = int,
     ) -> None:
         self._listeners = tuple(listeners)
         self.registry = CollectorRegistry()
         self._values = (model, ENGINE)
-        self.registry.register(_EngineCollector(self._values, stats))
+        self.registry.register(_EngineCollector(self._values, stats, restarts))
         self._describe_cache(info)
         self._prompt_tokens = self._counter("prompt_tokens", "Prompt tokens of requests that ended")
         self._generation_tokens = self._counter("generation_tokens", "Tokens generated")
@@ -212,9 +213,12 @@ PER_POSITION = "vllm:spec_decode_num_accepted_tokens_per_pos"
 class _EngineCollector(Collector):
     """The engine's own counts, read when somebody scrapes."""
 
-    def __init__(self, values: Sequence[str], stats: Callable[[], EngineStats]) -> None:
+    def __init__(
+        self, values: Sequence[str], stats: Callable[[], EngineStats], restarts: Callable[[], int]
+    ) -> None:
         self._values = values
         self._stats = stats
+        self._restarts = restarts
 
     def collect(self) -> Iterator[Family]:
         now = self._stats()
@@ -222,6 +226,11 @@ class _EngineCollector(Collector):
         usage = GaugeMetricFamily("vllm:kv_cache_usage_perc", "KV blocks in use, 0 to 1", labels=LABELS)
         usage.add_metric(self._values, used)
         yield usage
+        lost = CounterMetricFamily(
+            "slipstream:engine_restarts", "Engines that took over from one that died or hung", labels=LABELS
+        )
+        lost.add_metric(self._values, self._restarts())
+        yield lost
         kinds: tuple[tuple[type[Family], tuple[tuple[str, str, str], ...]], ...] = (
             (GaugeMetricFamily, _GAUGES), (CounterMetricFamily, _COUNTERS)
         )  # fmt: skip

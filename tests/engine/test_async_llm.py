@@ -282,28 +282,20 @@ def test_one_engine_serves_one_event_loop_after_another(llm):
     assert len(texts) == 1
 
 
-def test_a_killed_engine_ends_every_stream_with_an_error(folder):
-    llm = AsyncLLM.from_engine_args(EngineArgs(model=str(folder), **SMALL))
+def test_a_killed_engine_that_may_not_be_replaced_ends_every_stream_with_an_error(folder):
+    llm = AsyncLLM.from_engine_args(EngineArgs(model=str(folder), max_engine_restarts=0, **SMALL))
 
     async def main() -> list[Any]:
         long = DELTA.clone(max_tokens=None)
         runs = [asyncio.create_task(collect(llm.generate("a", long, "r"))) for _ in range(5)]
         while llm.stats.num_running < 5:
             await asyncio.sleep(0.005)
-        os.kill(llm._client._process.pid, signal.SIGKILL)
+        os.kill(llm.engine_pid, signal.SIGKILL)
         return await asyncio.wait_for(asyncio.gather(*runs, return_exceptions=True), 5)
 
     errors = asyncio.run(main())
     assert {type(error) for error in errors} == {EngineDeadError}
-    assert "signal 9" in str(errors[0])
+    assert str(errors[0]) == "the engine process ended by signal 9"
     assert llm.errored
-    llm.shutdown()
-
-
-def test_an_idle_engine_that_dies_is_noticed_when_asked(folder):
-    llm = AsyncLLM.from_engine_args(EngineArgs(model=str(folder), **SMALL))
-    assert not llm.errored
-    llm._client._process.kill()
-    llm._client._process.wait()
-    assert llm.errored
+    assert not llm.health.ready and llm.health.reason == str(errors[0])
     llm.shutdown()

@@ -173,7 +173,9 @@ def connected(context: zmq.Context) -> tuple[zmq.Socket, zmq.Socket, zmq.Socket,
 def test_the_loop_takes_messages_between_steps_sends_news_and_waits_without_work():
     context, core = zmq.Context(), Core(steps=6)
     ours_in, ours_out, inbox, outbox = connected(context)
-    thread = threading.Thread(target=engine_process.run, args=(core, inbox, outbox))
+    counted: list[int] = []
+    arguments = (core, inbox, outbox, lambda: counted.append(core.left))
+    thread = threading.Thread(target=engine_process.run, args=arguments)
     thread.start()
     ours_in.send_multipart((wire.ABORT, wire.encode([3, 2**40])))
     ours_in.send_multipart((wire.ADD, wire.encode([make_request(key=2**40)])))
@@ -187,6 +189,7 @@ def test_the_loop_takes_messages_between_steps_sends_news_and_waits_without_work
     assert not thread.is_alive()
     assert core.aborted == [3, 2**40]
     assert core.added[0].key == 2**40
+    assert len(counted) == 2 + 3, "two messages, and the steps that had news"
     context.destroy(linger=0)
 
 
@@ -234,7 +237,7 @@ def test_a_failure_in_a_step_ends_the_loop_and_is_told_with_its_place():
     ours_in, _, inbox, outbox = connected(context)
     ours_in.send_multipart((wire.ADD, wire.encode([make_request()])))
     with pytest.raises(RuntimeError) as caught:
-        engine_process.run(core, inbox, outbox)
+        engine_process.run(core, inbox, outbox, lambda: None)
     failure = engine_process._failure(caught.value)
     assert not failure.users
     assert "in step" in failure.text

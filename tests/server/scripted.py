@@ -16,7 +16,7 @@ from slipstream.contracts.errors import EngineError
 from slipstream.contracts.limits import ModelLimits, check_request
 from slipstream.contracts.outputs import EngineStats
 from slipstream.contracts.sampling_params import RequestOutputKind, SamplingParams
-from slipstream.engine.client import EngineInfo
+from slipstream.engine.client import EngineHealth, EngineInfo
 from slipstream.engine.outputs import CompletionOutput, Logprob, RequestOutput, TokenScores
 
 VOCAB = 300
@@ -69,6 +69,10 @@ class ScriptedEngine:
         return EngineStats(
             num_running=used, free_blocks=LIMITS.num_blocks - used, num_blocks=LIMITS.num_blocks
         )
+
+    @property
+    def health(self) -> EngineHealth:
+        return EngineHealth(not self.errored, reason="gone" if self.errored else "")
 
     def shutdown(self) -> None:
         self.errored = True

@@ -116,9 +116,11 @@ def test_the_text_of_an_unforeseen_error_stays_in_the_log() -> None:
 def test_health_tells_a_dead_engine() -> None:
     engine = ScriptedEngine()
     with over(engine) as live:
-        assert live.http.get("/health").status_code == 200
+        answer = live.http.get("/health")
+        assert (answer.status_code, answer.json()["status"], answer.json()["reason"]) == (200, "ready", "")
         engine.errored = True
-        assert live.http.get("/health").status_code == 503
+        answer = live.http.get("/health")
+        assert (answer.status_code, answer.json()["live"], answer.json()["reason"]) == (503, False, "gone")
 
 
 def test_a_dead_engine_is_a_503() -> None:

@@ -190,7 +190,8 @@ def test_flags_listed_as_without_effect_have_none(explain: Explain) -> None:
               "--log-format": "json", "--enable-log-requests": "", "--otlp-traces-endpoint": "http://c",
               "--ssl-cert-reqs": "2", "--ssl-ciphers": "x", "--allowed-origins": '["a"]',
               "--allowed-methods": '["GET"]', "--allowed-headers": '["a"]', "--allow-credentials": "",
-              "--tool-call-parser": "hermes", "--enable-auto-tool-choice": "", "--reasoning-parser": "qwen3"}
+              "--tool-call-parser": "hermes", "--enable-auto-tool-choice": "", "--reasoning-parser": "qwen3",
+              "--engine-progress-timeout": "5", "--max-engine-restarts": "7"}
     assert documented() == values.keys()
     base = explain().plan
     for flag, value in values.items():

@@ -1,0 +1,174 @@
+"""An engine that dies or hangs is replaced, and nobody who waits for tokens can tell."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import signal
+from collections.abc import AsyncGenerator, Iterator
+from typing import Any
+
+import pytest
+from text_model import make_text_model
+
+from slipstream import (
+    AsyncLLM,
+    EngineArgs,
+    EngineDeadError,
+    RequestOutput,
+    RequestOutputKind,
+    SamplingParams,
+)
+from slipstream.contracts.structured_outputs import StructuredOutputsParams
+from slipstream.engine.steady_client import SteadyClient, Watchdog
+
+SMALL = {
+    "dtype": "float32", "max_model_len": 256, "max_num_seqs": 6, "max_num_batched_tokens": 48,
+    "num_gpu_blocks_override": 257, "engine_progress_timeout": 1.0,
+}  # fmt: skip
+PLAIN = SamplingParams(
+    temperature=0, max_tokens=150, ignore_eos=True, output_kind=RequestOutputKind.DELTA, seed=5
+)
+REQUESTS = {
+    "greedy": PLAIN,
+    "seeded": PLAIN.clone(temperature=1.0, top_p=0.9),
+    "samples and logprobs": PLAIN.clone(temperature=0.8, n=2, logprobs=3),
+    "read at the end": PLAIN.clone(temperature=1.0, output_kind=RequestOutputKind.FINAL_ONLY),
+    "whole so far": PLAIN.clone(temperature=0.7, output_kind=RequestOutputKind.CUMULATIVE, min_tokens=20),
+    "penalties": PLAIN.clone(repetition_penalty=1.3, presence_penalty=0.5, frequency_penalty=0.4),
+    "scored prompt": PLAIN.clone(prompt_logprobs=2, max_tokens=100),
+    "regex": PLAIN.clone(structured_outputs=StructuredOutputsParams(regex="([a-f]{3}-){30}[0-9]{9}!")),
+}
+SCORED = ("samples and logprobs", "scored prompt")
+PROMPTS = {name: f"the request of {name}: " * (1 + 2 * (name == "scored prompt")) for name in REQUESTS}
+
+
+@pytest.fixture(scope="module")
+def llm(tiny_model: Any) -> Iterator[AsyncLLM]:
+    llm = AsyncLLM.from_engine_args(EngineArgs(model=str(make_text_model(tiny_model)), **SMALL))
+    yield llm
+    llm.shutdown()
+
+
+async def collect(outputs: AsyncGenerator[RequestOutput, None]) -> list[RequestOutput]:
+    return [output async for output in outputs]
+
+
+def told(outputs: list[RequestOutput]) -> tuple[dict[int, Any], list[dict[int, float]]]:
+    """By sample: text, tokens and why it ended; and all logprobs, the prompt's last. Of outputs that tell the
+    whole so far the last one is looked at."""
+    samples: dict[int, Any] = {}
+    scores: list[Any] = []
+    for output in outputs:
+        for piece in output.outputs:
+            text, ids, _ = samples.get(piece.index, ("", [], None))
+            samples[piece.index] = text + piece.text, ids + list(piece.token_ids), piece.finish_reason
+    for index in samples:
+        pieces = [piece for output in outputs for piece in output.outputs if piece.index == index]
+        scores += [row for piece in pieces for row in piece.logprobs or []]
+    scores += [row for output in outputs for row in output.prompt_logprobs or [] if row]
+    return samples, [{token: score.logprob for token, score in row.items()} for row in scores]
+
+
+async def run_all(llm: AsyncLLM, signals: list[int]) -> dict[str, Any]:
+    """Every request's outcome; the engine gets a signal after each 150 further tokens."""
+    due = list(signals)
+
+    async def disturb() -> None:
+        for number in due:
+            restarts, floor = llm.health.restarts, llm.stats.generation_tokens + 150
+            while llm.stats.generation_tokens < floor:
+                await asyncio.sleep(0.001)
+            os.kill(llm.engine_pid, number)
+            while llm.health.restarts == restarts:
+                await asyncio.sleep(0.01)
+
+    runs = [collect(llm.generate(PROMPTS[name], params, name)) for name, params in REQUESTS.items()]
+    *outputs, _ = await asyncio.wait_for(asyncio.gather(*runs, disturb()), 60)
+    while llm.stats.num_running:
+        await asyncio.sleep(0.01)
+    by_name = dict(zip(REQUESTS, outputs, strict=True))
+    by_name["whole so far"] = by_name["whole so far"][-1:]
+    return {name: told(found) for name, found in by_name.items()}
+
+
+def test_what_was_streamed_goes_on_as_if_nothing_had_happened(llm: AsyncLLM) -> None:
+    undisturbed = asyncio.run(run_all(llm, []))
+    assert [len(undisturbed[name][1]) for name in SCORED] == [300, len(PROMPTS["scored prompt"]) - 1]
+    disturbed = asyncio.run(run_all(llm, [signal.SIGKILL, signal.SIGSTOP]))
+    assert llm.health.restarts == 2 and llm.health.ready
+    for name, expected in undisturbed.items():
+        assert disturbed[name][0] == expected[0], name
+        assert len(disturbed[name][1]) == len(expected[1]), name
+        for found, scores in zip(disturbed[name][1], expected[1], strict=True):
+            assert found == pytest.approx(scores, abs=1e-4), name
+    assert llm.stats.free_blocks == llm.stats.num_blocks
+
+
+def test_requests_that_come_while_no_engine_is_up_wait_for_the_next(llm: AsyncLLM) -> None:
+    async def main() -> list[RequestOutput]:
+        llm.watch()
+        before = llm.health.restarts
+        os.kill(llm.engine_pid, signal.SIGKILL)
+        while llm.health.ready:
+            await asyncio.sleep(0.001)
+        dropped = llm.generate("given up", PLAIN, "x")
+        waiting = asyncio.create_task(anext(dropped))
+        look = asyncio.create_task(llm.look())
+        outputs = asyncio.create_task(collect(llm.generate("late", PLAIN, "r")))
+        await asyncio.sleep(0.01)
+        waiting.cancel()
+        assert not llm.health.ready and not llm.errored
+        found = await asyncio.wait_for(outputs, 60)
+        assert (await look).snapshot.phase.shape == (6,)
+        assert llm.health.restarts == before + 1
+        return found
+
+    assert asyncio.run(main())[-1].finished
+
+
+class Process:
+    """A ProcessClient without a process: it dies when asked for news, as often as it is started."""
+
+    def __init__(self, args: EngineArgs, wait: bool) -> None:
+        self.args, self.ready, self.ended, self.progress, self.cpu_seconds = args, True, False, 0, 0.0
+        self.info: Any = type("Info", (), {"plan": {"device": {"value": "cpu"}}})
+        self.polls = 0 if wait else 1
+
+    def receive(self, timeout: float | None) -> None:
+        self.polls -= 1
+        if self.polls < 0:
+            raise EngineDeadError("the device is gone")
+
+    def kill(self) -> None:
+        self.ended = True
+
+    def close(self) -> None:
+        assert self.ended
+
+
+def test_engines_lost_in_a_row_without_a_token_are_the_end_with_the_reason() -> None:
+    start: Any = Process
+    client = SteadyClient(EngineArgs(model="m", max_engine_restarts=3), start)
+    takeovers = 0
+    with pytest.raises(EngineDeadError, match=r"4 engines in a row .* the device is gone"):
+        for _ in range(100):
+            client.receive(0)
+            takeovers += client.tend(busy=True)
+    assert takeovers == client.restarts == 3
+    client.close()
+
+
+def test_only_what_stands_still_while_requests_are_live_is_stuck() -> None:
+    dog = Watchdog(10.0)
+    assert not dog.stuck(1, 0.0, True, 100.0)
+    assert not dog.stuck(1, 0.0, True, 109.9)
+    assert not dog.stuck(1, 0.0, False, 115.0), "nobody waits"
+    assert not dog.stuck(1, 0.0, True, 124.9)
+    assert not dog.stuck(2, 0.0, True, 125.1), "it moved"
+    assert dog.stuck(2, 0.0, True, 135.2)
+    assert not dog.stuck(2, 3.0, True, 135.3), "it computes"
+    assert dog.stuck(2, 3.01, True, 145.4), "a single tick of the clock is no computing"
+    assert not dog.stuck(2, 9.0, True, 325.0)
+    assert dog.stuck(2, 18.0, True, 325.2), "it computes for ever"
+    assert not Watchdog(0.0).stuck(2, 0.0, True, 1e9)
