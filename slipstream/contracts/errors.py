@@ -29,6 +29,10 @@ class EngineDeadError(EngineError):
     """The engine process ended and cannot take requests."""
 
 
+class EngineMemoryError(EngineDeadError):
+    """The engine process ended because a step found too little memory."""
+
+
 class QueueTimeoutError(EngineError):
     """The request waited for a row longer than it was allowed to, and was given up. seconds: how long."""
 

@@ -28,6 +28,7 @@ from slipstream.engine import wire
 from slipstream.observe.log import setup
 
 _LAST_WORDS_MS = 5000  # how long a message may wait for the parent once the process ends
+_NO_MEMORY = "DefaultCPUAllocator: can't allocate memory"
 LENGTH = struct.Struct("<Q")
 
 
@@ -147,7 +148,9 @@ def _serve(
 def _failure(error: Exception) -> wire.Failure:
     if isinstance(error, NotHonoured):
         return wire.Failure(True, str(error))
-    return wire.Failure(False, "".join(traceback.format_exception(error)).strip())
+    # Torch's error of a GPU is a class of its own; of a CPU it is a RuntimeError with this text.
+    found = type(error).__name__ in ("OutOfMemoryError", "MemoryError") or _NO_MEMORY in str(error)
+    return wire.Failure(False, "".join(traceback.format_exception(error)).strip(), found)
 
 
 def _receive_start(parent: socket.socket) -> wire.Start:

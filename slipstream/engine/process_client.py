@@ -14,7 +14,7 @@ from pathlib import Path
 import zmq
 
 from slipstream.config.args import EngineArgs
-from slipstream.contracts.errors import EngineDeadError, EngineError
+from slipstream.contracts.errors import EngineDeadError, EngineError, EngineMemoryError
 from slipstream.contracts.outputs import EngineOutputs
 from slipstream.contracts.request import EngineRequest
 from slipstream.engine import wire
@@ -124,7 +124,9 @@ class ProcessClient:
             return None
         kind, body = message
         if kind == wire.FAILED:
-            raise EngineDeadError(f"the engine failed: {wire.decoder(wire.Failure)(body).text}")
+            failure: wire.Failure = wire.decoder(wire.Failure)(body)
+            kind_of_end = EngineMemoryError if failure.memory else EngineDeadError
+            raise kind_of_end(f"the engine failed: {failure.text}")
         if kind == wire.READY:
             self._greet(body)
             return None

@@ -8,11 +8,11 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Literal
 
 from slipstream.config.args import EngineArgs
-from slipstream.contracts.errors import EngineDeadError
+from slipstream.contracts.errors import EngineDeadError, EngineMemoryError
 from slipstream.contracts.outputs import EngineOutputs
 from slipstream.contracts.request import EngineRequest
 from slipstream.engine.client import EngineHealth, EngineInfo
@@ -118,7 +118,7 @@ class SteadyClient:
         try:
             outputs = self._now.receive(timeout)
         except EngineDeadError as error:
-            self._lose(str(error))
+            self._failed(error)
             return None
         if outputs is not None and len(outputs.tokens):
             self._fruitful = True
@@ -147,7 +147,7 @@ class SteadyClient:
         try:
             self._now.receive(0)
         except EngineDeadError as error:
-            self._lose(str(error))
+            self._failed(error)
             return False
         if not self._now.ready:
             if now - self._since > self._start_seconds:
@@ -159,6 +159,19 @@ class SteadyClient:
         self._state, self._since, self._fruitful = "up", now, False
         self._watchdog.restart(0, now)
         return True
+
+    def _failed(self, error: EngineDeadError) -> None:
+        """Where memory was too little, the next engine computes half as many tokens in a step; but two of
+        every row at least."""
+        names = ("max_num_batched_tokens", "max_num_seqs")
+        if isinstance(error, EngineMemoryError):
+            planned, rows = (int(self.info.plan[name]["value"]) for name in names)
+            tokens = self._args.max_num_batched_tokens or planned
+            fewer = max(tokens // 2, 2 * rows)
+            if fewer < tokens:
+                log.warning("out of memory in a step; fewer tokens a step", before=tokens, now=fewer)
+                self._args = replace(self._args, max_num_batched_tokens=fewer)
+        self._lose(str(error))
 
     def _lose(self, reason: str) -> None:
         """The engine is of no use any more. Raises EngineDeadError where another would not be either."""

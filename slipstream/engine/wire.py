@@ -35,10 +35,12 @@ class Start:
 
 @dataclass(frozen=True, slots=True)
 class Failure:
-    """Why an engine could not start, or ended. users: what was asked of it cannot be honoured."""
+    """Why an engine could not start, or ended. users: what was asked of it cannot be honoured; memory: a step
+    found too little of it."""
 
     users: bool
     text: str
+    memory: bool = False
 
 
 def address(folder: str, name: str) -> str:

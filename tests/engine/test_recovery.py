@@ -9,6 +9,7 @@ from collections.abc import AsyncGenerator, Iterator
 from typing import Any
 
 import pytest
+import torch
 from text_model import make_text_model
 
 from slipstream import (
@@ -19,7 +20,9 @@ from slipstream import (
     RequestOutputKind,
     SamplingParams,
 )
+from slipstream.contracts.errors import EngineMemoryError
 from slipstream.contracts.structured_outputs import StructuredOutputsParams
+from slipstream.engine import engine_process
 from slipstream.engine.steady_client import SteadyClient, Watchdog
 
 SMALL = {
@@ -144,7 +147,7 @@ class Process:
         self.ended = True
 
     def close(self) -> None:
-        assert self.ended
+        self.closed = True
 
 
 def test_engines_lost_in_a_row_without_a_token_are_the_end_with_the_reason() -> None:
@@ -157,6 +160,37 @@ def test_engines_lost_in_a_row_without_a_token_are_the_end_with_the_reason() -> 
             takeovers += client.tend(busy=True)
     assert takeovers == client.restarts == 3
     client.close()
+
+
+def test_after_a_step_without_memory_the_next_engine_computes_fewer_tokens_a_step() -> None:
+    started: list[int | None] = []
+
+    class Hungry(Process):
+        def __init__(self, args: EngineArgs, wait: bool) -> None:
+            super().__init__(args, wait)
+            started.append(args.max_num_batched_tokens)
+            tokens = args.max_num_batched_tokens
+            self.info.plan = {"device": {"value": "cpu"}, "max_num_batched_tokens": {"value": tokens},
+                              "max_num_seqs": {"value": 20}}  # fmt: skip
+
+        def receive(self, timeout: float | None) -> None:
+            if self.args.max_num_batched_tokens > 40:
+                raise EngineMemoryError("no memory")
+
+    start: Any = Hungry
+    client = SteadyClient(EngineArgs(model="m", max_num_batched_tokens=100), start)
+    for _ in range(20):
+        client.receive(0)
+        client.tend(busy=True)
+    assert started == [100, 50, 40] and client.up
+    client.close()
+
+
+@pytest.mark.parametrize("error", [MemoryError(), RuntimeError("[enforce fail] DefaultCPUAllocator: can't "
+                                   "allocate memory: you tried"), torch.OutOfMemoryError("CUDA")])
+def test_an_engine_says_that_memory_was_its_end(error: Exception) -> None:
+    assert engine_process._failure(error).memory
+    assert not engine_process._failure(RuntimeError("anything else")).memory
 
 
 def test_only_what_stands_still_while_requests_are_live_is_stuck() -> None:
