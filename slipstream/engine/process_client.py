@@ -84,8 +84,8 @@ class ProcessClient:
 
     @property
     def progress(self) -> int:
-        """Messages taken and steps made so far, whatever the engine does now."""
-        return self._counter.value
+        """Messages taken and steps made so far, whatever the engine does now; 0 once closed."""
+        return 0 if self._closed else self._counter.value
 
     @property
     def cpu_seconds(self) -> float:
