@@ -26,6 +26,7 @@ class PagedFlashAttention(PagedTritonAttention):
     takes FlashAttention 3. What the installed build can do is the plan's to check (config/flash.py)."""
 
     name = "flash"
+    reads_whole_blocks = True
 
     def __init__(
         self,

@@ -51,6 +51,7 @@ class PagedTorchAttention:
     """Paged K and V of every layer, [blocks, block_size, G, D] each."""
 
     name = "torch"
+    reads_whole_blocks = True
 
     def __init__(
         self, layers: Sequence[LayerAttention], block_size: int, dtype: torch.dtype, device: torch.device

@@ -32,6 +32,7 @@ class PagedTritonAttention:
     through one kernel with one choice of tiles."""
 
     name = "triton"
+    reads_whole_blocks = False
 
     def __init__(
         self,

@@ -63,9 +63,11 @@ class AttendQkv(Attend, Protocol):
 
 
 class AttentionBackend(Protocol):
-    """Owns the paged K and V of every layer."""
+    """Owns the paged K and V of every layer. reads_whole_blocks: also what lies beyond a row's length, whose
+    masked numbers must be finite; then steps clear blocks with a new owner."""
 
     name: str
+    reads_whole_blocks: bool
 
     def allocate(self, num_blocks: int) -> None:
         """Make the pool: num_blocks blocks, block 0 is the null block."""
@@ -74,8 +76,7 @@ class AttentionBackend(Protocol):
     def bytes_per_block(self) -> int: ...
 
     def clear(self, blocks: Tensor) -> None:
-        """Blocks (int64) with a new owner who will read them before every slot is written. A backend that
-        loads nothing beyond a row's length has nothing to do."""
+        """Blocks (int64) with a new owner who will read them before every slot is written."""
         ...
 
     def bind(self, batch: AttentionBatch) -> Attend: ...

@@ -197,8 +197,10 @@ def lazy_zeros(shape: Sequence[int], dtype: torch.dtype, device: torch.device) -
 
 
 def from_host(values: Array, device: torch.device) -> Tensor:
-    """A rare list of numbers (blocks to clear) on the device; not for what every step needs."""
-    return torch.from_numpy(values).to(device)
+    """A rare list of numbers (blocks to clear) on the device, without waiting for it; not for what every step
+    needs."""
+    host = torch.from_numpy(values)
+    return host if device.type == "cpu" else host.pin_memory().to(device, non_blocking=True)
 
 
 def leave(tensor: Tensor) -> Tensor:

@@ -32,10 +32,12 @@ from slipstream.runner.tick import (
     Scores,
     StepWork,
     TickOutput,
+    attention_of,
+    begin_step,
     commit_to,
     inputs_of,
 )
-from slipstream.sampling.pipeline import Pipeline
+from slipstream.sampling.pipeline import Pipeline, SampledTokens
 from slipstream.sampling.protocol import SampleBatch
 
 Tensor = torch.Tensor
@@ -83,7 +85,7 @@ class BucketTick:
             return self._run(work, lanes)
 
     def _run(self, work: StepWork, lanes: BucketLanes) -> TickOutput:
-        work.writes.apply(self._table.arena)
+        begin_step(work, self._table, self._attention)
         scores = self.graphs.run(lanes.shape)
         left = None
         if scores is not None:
@@ -115,30 +117,28 @@ class BucketTick:
         inputs = inputs_of(self._table, shape.lanes, shape.tokens, shape.decode)
         batch = self._batch(inputs, shape)
         hidden_TH = self._model.forward(inputs.token_T, inputs.position_T, self._attention.bind(batch))
-        if not shape.decode:
-            self._hidden_TH[: shape.tokens].copy_(hidden_TH)
-            # The clamp is for trials that compute nothing (kernels/precompile.py).
-            last_L = (inputs.query_start_L1[1:] - 1).clamp_(0, shape.tokens - 1)
-            hidden_TH = hidden_TH.index_select(0, last_L)
-        logits_LV = self._model.logits(hidden_TH)
-        sampling = SampleBatch(inputs.row_L, inputs.length_L, self._table.columns, {})
-        sampled = self._pipeline.sample_all(logits_LV, sampling, shape.stage)
-        scores = None
-        if shape.num_logprobs >= 0:
-            scores = token_logprobs(logits_LV, sampled.tokens_N, shape.num_logprobs)
+        samples = SampleBatch(inputs.row_L, inputs.length_L, self._table.columns, {})
+        last_L = None if shape.decode else inputs.query_start_L1[1:] - 1
+        scores, sampled = self._sample(hidden_TH, last_L, samples, shape)
         commit_to(self._table, inputs, self._lane_L[: shape.lanes], sampled, self._ring)
         return scores
 
+    def _sample(
+        self, hidden_TH: Tensor, place_N: Tensor | None, samples: SampleBatch, shape: Shape
+    ) -> tuple[Scores | None, SampledTokens]:
+        """place_N: which tokens sample in a mixed step; in a step of decode lanes alone all of them do."""
+        hidden_NH = hidden_TH
+        if place_N is not None:
+            self._hidden_TH[: shape.tokens].copy_(hidden_TH)
+            # The clamp is for trials that compute nothing (kernels/precompile.py).
+            hidden_NH = hidden_TH.index_select(0, place_N.clamp(0, shape.tokens - 1))
+        logits_NV = self._model.logits(hidden_NH)
+        sampled = self._pipeline.sample_all(logits_NV, samples, shape.stage)
+        scores = None
+        if shape.num_logprobs >= 0:
+            scores = token_logprobs(logits_NV, sampled.tokens_N, shape.num_logprobs)
+        return scores, sampled
+
     def _batch(self, inputs: StepInputs, shape: Shape) -> AttentionBatch:
-        return AttentionBatch(
-            query_start_L1=inputs.query_start_L1,
-            length_L=inputs.length_L,
-            position_T=inputs.position_T,
-            slot_T=inputs.slot_T,
-            row_L=inputs.row_L,
-            blocks_RB=self._table.columns["blocks"],
-            query_len_L=NO_BOUNDS,
-            length_bound_L=NO_BOUNDS,
-            num_decode_lanes=shape.lanes if shape.decode else 0,
-            decode_tokens=1 + shape.drafts,
-        )
+        decodes = shape.lanes if shape.decode else 0
+        return attention_of(self._table, inputs, NO_BOUNDS, NO_BOUNDS, decodes, 1 + shape.drafts)

@@ -9,11 +9,10 @@ from __future__ import annotations
 import numpy as np
 import torch
 
-from slipstream.attention.protocol import AttentionBackend, AttentionBatch
+from slipstream.attention.protocol import AttentionBackend
 from slipstream.contracts.request import EngineRequest
 from slipstream.kernels.commit import CommitRing
 from slipstream.kernels.draft_inputs import DraftInputs
-from slipstream.kernels.logprobs import token_logprobs
 from slipstream.models.base import Model
 from slipstream.rows.columns import RowWriter
 from slipstream.rows.doors import from_host, seen
@@ -21,7 +20,7 @@ from slipstream.rows.table import RowTable
 from slipstream.runner.bucket_tick import BucketTick
 from slipstream.runner.lanes import ExactLanes
 from slipstream.runner.shapes import Shape, Shapes
-from slipstream.runner.tick import EagerTick, Scores, StepWork, TickOutput
+from slipstream.runner.tick import EagerTick, Scores, StepWork, TickOutput, attention_of, begin_step
 from slipstream.sampling.pipeline import Pipeline
 from slipstream.sampling.protocol import SampleBatch
 from slipstream.speculation.verifier import Computed, Verifier
@@ -50,12 +49,14 @@ class EagerDraftTick(EagerTick):
     def run(self, work: StepWork) -> TickOutput:
         """One step on the stream. Every lane samples; commit ignores those that are not at their row's
         end."""
-        self._begin(work)
+        begin_step(work, self._table, self._attention)
         lanes: ExactLanes = work.lanes
         room = seen(self._table.lanes["draft_limits"])[1]
         drafts = min(int(seen(self._verifier.wanted(lanes.num_lanes)).sum()), int(room))
         inputs = self._verifier.inputs(lanes.num_lanes, lanes.num_tokens + drafts, lanes.num_lanes + drafts)
-        batch = self._batch(inputs, lanes)
+        length_L = seen(inputs.length_L)
+        query_len_L = np.diff(seen(inputs.query_start_L1))
+        batch = attention_of(self._table, inputs, query_len_L, length_L, lanes.num_decode_lanes)
         hidden_TH, aux_TX = self._model.forward_aux(
             inputs.token_T, inputs.position_T, self._attention.bind(batch), self._verifier.drafter.aux_layers
         )
@@ -65,23 +66,10 @@ class EagerDraftTick(EagerTick):
             inputs.sample_row_N, inputs.sample_length_N, self._table.columns, places
         )
         logprobs, sampled = self._choose(logits_NV, samples, lanes.num_logprobs)
-        bound = int(batch.length_bound_L.max(initial=0)) + 1
+        bound = int(length_L.max(initial=0)) + 1
         computed = Computed(batch, hidden_TH, aux_TX, lanes.drafts, bound)
         self._verifier.finish(inputs, sampled, work.record.draft_lines(lanes.num_lanes), computed)
         return TickOutput(logprobs, [self._score_prompt(hidden_TH, score) for score in work.prompt_scores])
-
-    def _batch(self, inputs: DraftInputs, lanes: ExactLanes) -> AttentionBatch:
-        return AttentionBatch(
-            query_start_L1=inputs.query_start_L1,
-            length_L=inputs.length_L,
-            position_T=inputs.position_T,
-            slot_T=inputs.slot_T,
-            row_L=inputs.row_L,
-            blocks_RB=self._table.columns["blocks"],
-            query_len_L=np.diff(seen(inputs.query_start_L1)),
-            length_bound_L=seen(inputs.length_L),
-            num_decode_lanes=lanes.num_decode_lanes,
-        )
 
     def _places(self, inputs: DraftInputs, lanes: ExactLanes) -> dict[str, Tensor]:
         """Where each feature's lanes sample, among N."""
@@ -122,17 +110,9 @@ class BucketDraftTick(BucketTick):
         hidden_TH, aux_TX = self._model.forward_aux(
             inputs.token_T, inputs.position_T, self._attention.bind(batch), self._verifier.drafter.aux_layers
         )
-        hidden_NH = hidden_TH
-        if not shape.decode:
-            self._hidden_TH[: shape.tokens].copy_(hidden_TH)
-            # The clamp is for trials that compute nothing (kernels/precompile.py).
-            hidden_NH = hidden_TH.index_select(0, inputs.sample_token_N.clamp(0, shape.tokens - 1))
-        logits_NV = self._model.logits(hidden_NH)
         samples = SampleBatch(inputs.sample_row_N, inputs.sample_length_N, self._table.columns, {})
-        sampled = self._pipeline.sample_all(logits_NV, samples, shape.stage)
-        scores = None
-        if shape.num_logprobs >= 0:
-            scores = token_logprobs(logits_NV, sampled.tokens_N, shape.num_logprobs)
+        place_N = None if shape.decode else inputs.sample_token_N
+        scores, sampled = self._sample(hidden_TH, place_N, samples, shape)
         computed = Computed(batch, hidden_TH, aux_TX, shape.drafts, self._table.max_model_len)
         self._verifier.finish(inputs, sampled, self._ring, computed)
         return scores

@@ -91,6 +91,36 @@ def inputs_of(table: RowTable, lanes: int, tokens: int, one_each: bool) -> StepI
     )
 
 
+def begin_step(work: StepWork, table: RowTable, attention: AttentionBackend) -> None:
+    """What comes before a step's inputs: the host's writes, and blocks that may hold another's numbers."""
+    work.writes.apply(table.arena)
+    if attention.reads_whole_blocks and len(work.fresh_blocks):
+        attention.clear(from_host(work.fresh_blocks, table.device).long())
+
+
+def attention_of(
+    table: RowTable,
+    inputs: StepInputs,
+    query_len_L: Array,
+    length_bound_L: Array,
+    num_decode_lanes: int,
+    decode_tokens: int = 1,
+) -> AttentionBatch:
+    """A step's inputs as attention sees them, over the table's blocks."""
+    return AttentionBatch(
+        query_start_L1=inputs.query_start_L1,
+        length_L=inputs.length_L,
+        position_T=inputs.position_T,
+        slot_T=inputs.slot_T,
+        row_L=inputs.row_L,
+        blocks_RB=table.columns["blocks"],
+        query_len_L=query_len_L,
+        length_bound_L=length_bound_L,
+        num_decode_lanes=num_decode_lanes,
+        decode_tokens=decode_tokens,
+    )
+
+
 def commit_to(
     table: RowTable,
     inputs: StepInputs,
@@ -153,34 +183,18 @@ class EagerTick:
     @torch.inference_mode()
     def run(self, work: StepWork) -> TickOutput:
         """One step on the stream."""
-        self._begin(work)
+        begin_step(work, self._table, self._attention)
         lanes: ExactLanes = work.lanes
         one_each = lanes.num_decode_lanes == lanes.num_lanes
         inputs = inputs_of(self._table, lanes.num_lanes, lanes.num_tokens, one_each)
-        attend = self._attention.bind(self._attention_batch(inputs, work))
-        hidden_TH = self._model.forward(inputs.token_T, inputs.position_T, attend)
+        batch = attention_of(
+            self._table, inputs, lanes.query_len_L, work.length_bound_L, lanes.num_decode_lanes
+        )
+        hidden_TH = self._model.forward(inputs.token_T, inputs.position_T, self._attention.bind(batch))
         sample_N = self._table.lanes["sample_to_lane"][: lanes.num_samples].long()
         logprobs, sampled = self._sample(hidden_TH, inputs, sample_N, lanes)
         commit_to(self._table, inputs, sample_N, sampled, work.record.lines(lanes.num_lanes))
         return TickOutput(logprobs, [self._score_prompt(hidden_TH, score) for score in work.prompt_scores])
-
-    def _begin(self, work: StepWork) -> None:
-        work.writes.apply(self._table.arena)
-        if len(work.fresh_blocks):
-            self._attention.clear(from_host(work.fresh_blocks, self._table.device).long())
-
-    def _attention_batch(self, inputs: StepInputs, work: StepWork) -> AttentionBatch:
-        return AttentionBatch(
-            query_start_L1=inputs.query_start_L1,
-            length_L=inputs.length_L,
-            position_T=inputs.position_T,
-            slot_T=inputs.slot_T,
-            row_L=inputs.row_L,
-            blocks_RB=self._table.columns["blocks"],
-            query_len_L=work.lanes.query_len_L,
-            length_bound_L=work.length_bound_L,
-            num_decode_lanes=work.lanes.num_decode_lanes,
-        )
 
     def _sample(
         self, hidden_TH: Tensor, inputs: StepInputs, sample_N: Tensor, lanes: ExactLanes

@@ -23,6 +23,7 @@ from slipstream.config.plan import EnginePlan
 from slipstream.config.resolve import resolve
 from slipstream.kernels import flash_attention as kernel
 from slipstream.kernels.attention_common import LayerAttention
+from slipstream.runner.bucket_tick import BucketTick
 
 H200 = dataclasses.replace(ASSUMED_CUDA, assumed=False)
 WITHOUT = dataclasses.replace(H200, flash_lacks=None)
@@ -199,7 +200,15 @@ def test_blocks_of_a_new_owner_hold_nothing_of_the_last() -> None:
     backend.allocate(4)
     for each in (backend.pools[0].keys, backend.pools[0].values):
         each.fill_(float("nan"))
-    backend.clear(torch.tensor([1, 3]))
+    work = SimpleNamespace(
+        writes=SimpleNamespace(apply=lambda arena: None),
+        fresh_blocks=np.array([1, 3], np.int32),
+        prompt_scores=(),
+    )
+    tick: Any = object.__new__(BucketTick)  # no more of it than a step without a graph takes
+    tick._attention, tick.graphs = backend, SimpleNamespace(run=lambda shape: None)
+    tick._table = SimpleNamespace(arena=None, device=torch.device("cpu"))
+    tick._run(work, SimpleNamespace(shape=None))
     for each in (backend.pools[0].keys, backend.pools[0].values):
         assert each.flatten(1).isnan().all(1).tolist() == [True, False, True, False]
         assert not each[[1, 3]].any()
