@@ -65,15 +65,16 @@ def list_launches(run: Callable[[], object]) -> list[str]:
     return list(found)
 
 
-def settle_key(kernel: Any) -> None:
-    """Triton's key of a kernel depends on whether the keys of the functions it calls were there before: it
+def settle_key(kernel: Any) -> str:
+    """The kernel's key. Triton's depends on whether the keys of the functions it calls were there before: it
     merges the globals that they use first, and looks for them afterwards. From the innermost outwards it is
     the same in every process; else what a worker compiled would not be found."""
     for name in kernel.fn.__code__.co_names:
         callee = kernel.fn.__globals__.get(name)
         if isinstance(callee, triton.runtime.jit.JITFunction):
             settle_key(callee)
-    assert kernel.cache_key
+    key: str = kernel.cache_key
+    return key
 
 
 class Workers:
