@@ -6,6 +6,7 @@ from dataclasses import fields
 
 import pytest
 import torch
+from cases_step import same
 from kernel_cases import attention_case
 
 from slipstream.kernels import commit_drafts as commit
@@ -52,13 +53,6 @@ def step_of(rows, seed, lanes=35, tokens=160, samples=150, limits=(4, 100)):
     count = torch.where(torch.rand(lanes, generator=generator) < 0.2, 1, left).int()
     args = (row, count, torch.tensor(limits, dtype=torch.int32), tokens, samples)
     return *args, columns_of(inputs.DraftColumns, rows), BLOCK
-
-
-def same(got, expected):
-    for field in fields(expected):
-        left, right = getattr(got, field.name), getattr(expected, field.name)
-        assert left.dtype == right.dtype, field.name
-        assert torch.equal(left, right), field.name
 
 
 @pytest.mark.parametrize(
