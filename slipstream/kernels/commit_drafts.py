@@ -230,7 +230,7 @@ def _commit_kernel(
     finish = tl.where(ready & (new >= most), LENGTH, 0)
     finish = tl.where(has_room & (last_ok == 0) & (last == 0), ERROR, finish)
     finish = tl.where(append & last_stops, STOP, finish)
-    tl.store(to, value, mask=is_last & append)
+    tl.store(to, value, mask=draft == tl.where(append, last, PAD))
     tl.store(length + at, new, mask=gained > 0)
     tl.store(num_computed + at, tl.where(gained > 0, new - 1, end), mask=lives)
     tl.store(alive + at, (lives & (finish == 0)).to(tl.int32))

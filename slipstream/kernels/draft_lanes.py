@@ -169,7 +169,7 @@ def _lanes_kernel(
     place = tl.where(used, place, 0)
     block = tl.load(blocks + row * blocks_stride + place // BLOCK_SIZE, mask=used, other=0).to(tl.int64)
     slot = tl.where(used, block * BLOCK_SIZE + place % BLOCK_SIZE, 0)
-    to, there = number * width + lane, inside & (number < PASSES)
+    to, there = number * width + lane, lane < tl.where(number < PASSES, lanes, 0)
     tl.store(position_out + to, place.to(tl.int64), mask=there)
     tl.store(slot_out + to, slot, mask=there)
     tl.store(length_out + to, place + 1, mask=there)

@@ -57,7 +57,7 @@ def _copy_kernel(
     tokens, length = text_of(lane, rows, appended, alive, lengths, tokens, row_stride, stride)
     key = tl.max(tl.load(keys + lane * PARTS + part), 0)
     after = key & _AFTER_MASK
-    inside = (draft < DRAFTS) & (key > 0)
-    token = tl.load(tokens + after + draft % tl.maximum(length - after, 1), mask=inside, other=0)
+    count = tl.where(key > 0, DRAFTS, 0)
+    token = tl.load(tokens + after + draft % tl.maximum(length - after, 1), mask=draft < count, other=0)
     tl.store(token_out + lane * DRAFTS + draft, token, mask=draft < DRAFTS)
-    tl.store(count_out + lane, tl.where(key > 0, DRAFTS, 0))
+    tl.store(count_out + lane, count)

@@ -57,7 +57,7 @@ def test_requests_arrive_as_asked_and_every_token_is_counted(
         plot = tmp_path / "serve.png"
         report = bench(
             live, tmp_path / "r.json", "--endpoint", endpoint, "--num-prompts", "24", "--request-rate", "60",
-            "--output-len", "4:10", "--goodput", "ttft:2000", "tpot:0.001", "--plot", str(plot),
+            "--output-len", "4:10", "--goodput", "tpot:2000", "ttft:0.001", "--plot", str(plot),
         )  # fmt: skip
     printed = capsys.readouterr().out
     assert plot.read_bytes().startswith(b"\x89PNG")
@@ -72,14 +72,13 @@ def test_requests_arrive_as_asked_and_every_token_is_counted(
     due = arrivals(np.random.default_rng(0), 24, 60, 1.0)
     assert np.allclose([record["due"] for record in report["records"]], due)
     assert all(when >= planned for when, planned in zip(sent, due, strict=True))
-    spread = report["milliseconds"]
-    # The engine sleeps before each token, so nothing can be faster than that.
-    assert spread["itl"]["mean"] >= 4 and spread["tpot"]["median"] >= 4 and spread["ttft"]["median"] >= 4
     for record in report["records"]:
         streamed = record["ttft"] + record["tpot"] * (record["output_tokens"] - 1)
+        # The engine sleeps before each token, so no first and no last one can come sooner.
+        assert record["ttft"] >= 0.004 and streamed >= 0.004 * record["output_tokens"] - 1e-9
         assert record["ended"] - record["sent"] >= streamed - 1e-9
     assert report["goodput"]["share"] == 0
-    assert "goodput 0.00 requests/s, 0.0% of all within ttft:2000" in printed
+    assert "goodput 0.00 requests/s, 0.0% of all within tpot:2000" in printed
     for word in ("requests/s", "output tok/s", "TTFT", "TPOT", "ITL", "E2E", "median", "p99"):
         assert word in printed
 
@@ -179,7 +178,7 @@ def test_chat_lengths_have_sharegpts_means_within_what_the_cuts_take() -> None:
 
 
 @given(
-    st.lists(st.text(alphabet=st.characters(blacklist_characters="\r\n"), max_size=20), max_size=6),
+    st.lists(st.text(alphabet=st.characters(codec="utf-8", exclude_characters="\r\n"), max_size=20), max_size=6),
     st.lists(st.integers(1, 9)),
     st.sampled_from(["\n", "\r\n"]),
 )

@@ -199,7 +199,7 @@ def test_what_was_never_stored_cannot_be_had(served: Live) -> None:
         ({"tools": [{"type": "web_search"}]}, "tools.0.type"),
         ({"tools": [CLOCK]}, "tool_choice"),
         ({"tool_choice": "required"}, "tool_choice"),
-        ({"text": {"format": {"type": "json_object"}}}, "text.format.type"),
+        ({"text": {"format": {"type": "json_schema"}}}, "text.format"),
         ({"top_logprobs": 2}, "top_logprobs"),
         ({"top_logprobs": 21, "include": ["message.output_text.logprobs"]}, "top_logprobs"),
         ({"include": ["file_search_call.results"]}, "include.0"),
