@@ -4,6 +4,7 @@ parameters."""
 from __future__ import annotations
 
 import argparse
+import json
 import re
 from collections.abc import Sequence
 from dataclasses import fields
@@ -20,7 +21,8 @@ _NOT_ON_A_TERMINAL = ("n", "logprobs", "prompt_logprobs", "detokenize")
 
 
 class Parser(argparse.ArgumentParser):
-    """Takes flags whole (no abbreviations) and with either dashes or underscores, as vLLM's parser does."""
+    """Takes flags whole (no abbreviations), with either dashes or underscores, and --flag.key VALUE for a key
+    of a flag's JSON object, as vLLM's parser does."""
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **{"allow_abbrev": False, **kwargs})
@@ -28,7 +30,39 @@ class Parser(argparse.ArgumentParser):
     def parse_known_args(  # type: ignore[override]
         self, args: Sequence[str] | None = None, namespace: argparse.Namespace | None = None
     ) -> tuple[argparse.Namespace, list[str]]:
-        return super().parse_known_args(None if args is None else [_dashes(arg) for arg in args], namespace)
+        try:
+            return super().parse_known_args(None if args is None else _joined(args), namespace)
+        except ValueError as error:
+            self.error(str(error))
+
+
+def _joined(arguments: Sequence[str]) -> list[str]:
+    """Flags with dashes, those of keys as one JSON object. Raises ValueError for a flag of both forms."""
+    kept: list[str] = []
+    objects: dict[str, dict[str, Any]] = {}
+    left = iter(arguments)
+    for argument in left:
+        name, equals, value = argument.partition("=")
+        flag, dot, path = name.partition(".")
+        if not dot or not argument.startswith("--"):
+            kept.append(_dashes(argument))
+            continue
+        *outer, key = path.split(".")
+        place = objects.setdefault(_dashes(flag), {})
+        for part in outer:
+            place = place.setdefault(part, {})
+        place[key] = _value(value if equals else next(left, ""))
+    both = objects.keys() & {argument.partition("=")[0] for argument in kept}
+    if both:
+        raise ValueError(f"{min(both)}: an object, and keys of it by {min(both)}.KEY, must not be given both")
+    return kept + [f"{flag}={json.dumps(value)}" for flag, value in objects.items()]
+
+
+def _value(text: str) -> Any:
+    try:
+        return json.loads(text)
+    except json.JSONDecodeError:
+        return text
 
 
 def _dashes(argument: str) -> str:

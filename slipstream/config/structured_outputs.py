@@ -14,15 +14,16 @@ from slipstream.config.plan import Choice
 
 FLAG = "--structured-outputs-config"
 DECISION = "structured_outputs"
-BACKENDS = ("auto", "guidance")
-NONE = "none"
+AUTO, GUIDANCE, XGRAMMAR, NONE = "auto", "guidance", "xgrammar", "none"
+# The package of each library.
+PACKAGES = {GUIDANCE: "llguidance", XGRAMMAR: "xgrammar"}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StructuredOutputsConfig:
-    """backend: "guidance", or "none" where requests are not constrained. disable_any_whitespace: JSON has the
-    spaces of json.dumps alone; disable_additional_properties: objects have the properties that their schema
-    names. compile_timeout: seconds that a request's grammar may take to compile."""
+    """backend: a key of PACKAGES, or "none" where requests are not constrained. disable_any_whitespace: JSON
+    has the spaces of json.dumps alone; disable_additional_properties: objects have the properties that their
+    schema names. compile_timeout: seconds that a request's grammar may take to compile."""
 
     backend: str
     disable_any_whitespace: bool = False
@@ -33,17 +34,17 @@ class StructuredOutputsConfig:
 NOTHING = StructuredOutputsConfig(backend=NONE)
 
 
-def is_installed() -> bool:
+def is_installed(backend: str) -> bool:
     """Whether the library is there; it is loaded when an engine is made."""
-    return importlib.util.find_spec("llguidance") is not None
+    return importlib.util.find_spec(PACKAGES[backend]) is not None
 
 
 def read_structured_outputs(args: EngineArgs) -> StructuredOutputsConfig:
     """Raises ValueError."""
     given = read_object("structured_outputs_config", args.structured_outputs_config)
-    backend = given.pop("backend", BACKENDS[0])
-    if backend not in BACKENDS:
-        raise ValueError(f"{FLAG}: backend={backend!r}: must be one of {', '.join(BACKENDS)}")
+    asked = given.pop("backend", AUTO)
+    if asked not in (AUTO, *PACKAGES):
+        raise ValueError(f"{FLAG}: backend={asked!r}: must be one of {', '.join((AUTO, *PACKAGES))}")
     for key, value in given.items():
         if key in ("disable_any_whitespace", "disable_additional_properties"):
             if type(value) is not bool:
@@ -55,11 +56,13 @@ def read_structured_outputs(args: EngineArgs) -> StructuredOutputsConfig:
             raise ValueError(f"{FLAG}: {key}={value!r}: must be a number of seconds, over 0 and at most 600")
     if args.skip_tokenizer_init:
         return NOTHING
-    if not is_installed():
-        if backend != BACKENDS[0]:
-            raise ValueError(f"{FLAG}: backend={backend!r}: llguidance is not installed")
+    backend = GUIDANCE if asked == AUTO else asked
+    if not is_installed(backend):
+        if asked != AUTO:
+            needed = PACKAGES[asked]
+            raise ValueError(f"{FLAG}: backend={asked!r}: {needed} is not installed: pip install {needed}")
         return NOTHING
-    return StructuredOutputsConfig(backend="guidance", **given)
+    return StructuredOutputsConfig(backend=backend, **given)
 
 
 def structured_outputs_choice(args: EngineArgs) -> Choice:
@@ -71,8 +74,9 @@ def structured_outputs_choice(args: EngineArgs) -> Choice:
     if config.backend == NONE:
         return Choice(value={"backend": NONE}, reason="llguidance is not installed", flag=FLAG)
     reason = (
-        "llguidance: masks are computed on the host while other rows' steps run; a constrained row waits for "
-        "its own mask and takes part in the next step after that; it verifies no drafts"
+        f"{PACKAGES[config.backend]}: masks are computed on the host while other rows' steps run; a "
+        "constrained row waits for its own mask and takes part in the next step after that; it verifies no "
+        "drafts"
     )
     return Choice(value=asdict(config), reason=reason, flag=FLAG)
 

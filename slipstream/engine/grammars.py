@@ -65,11 +65,12 @@ class NoGrammars(NoConstraints):
 def make_grammars(plan: EnginePlan) -> EngineGrammars:
     """Begins to read the vocabulary, beside the loading of weights. Where there is none to read, whatever the
     plan says, requests with a grammar fail by that; a front end that takes texts has refused to start."""
-    if plan.choices[DECISION].value["backend"] == NONE:
+    backend = plan.choices[DECISION].value["backend"]
+    if backend == NONE:
         return NoGrammars()
     # Not needed where texts are free.
     from slipstream.grammar.compiler import Compiler
     from slipstream.grammar.matchers import Grammars
 
     spec, path = plan.spec, plan.args.tokenizer or plan.args.model
-    return Grammars(Compiler(lambda: load_tokenizer(path), spec.vocab_size, spec.end_token_ids))
+    return Grammars(Compiler(backend, lambda: load_tokenizer(path), spec.vocab_size, spec.end_token_ids))

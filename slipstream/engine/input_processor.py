@@ -78,7 +78,8 @@ class InputProcessor:
         if tokenizer is not None and self._structured.backend != NONE:
             from slipstream.grammar.compiler import Compiler
 
-            self._compiler = Compiler(lambda: tokenizer, vocab, info.end_token_ids)
+            backend = self._structured.backend
+            self._compiler = Compiler(backend, lambda: tokenizer, vocab, info.end_token_ids)
         # A banned word is tokenised once, not once a prompt.
         self._word_ids = functools.lru_cache(_CACHED_WORDS)(self._tokenise_word)
 

@@ -13,11 +13,11 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 
 import numpy as np
-from llguidance import LLMatcher
 
 from slipstream.contracts.request import EngineRequest
 from slipstream.contracts.structured_outputs import FIELD
 from slipstream.grammar.compiler import WORKERS, Compiler
+from slipstream.grammar.library import Matcher
 
 Array = np.ndarray
 
@@ -30,7 +30,7 @@ class Matched:
     request: EngineRequest
     mask: Array
     ends: Array
-    matcher: LLMatcher | None = None
+    matcher: Matcher | None = None
     length: int = 0
     busy: bool = True
     error: str | None = None
@@ -149,8 +149,8 @@ class Grammars:
         if state.matcher is None:
             return
         try:
-            state.matcher.consume_tokens(list(tokens))
-            self._compiler.fill(state.matcher, state.mask)
+            state.matcher.consume(tokens)
+            state.matcher.fill(state.mask)
         # Whatever it is, it ends this request alone.
         except Exception as error:
             state.error = f"{FIELD}: {error}"

@@ -12,7 +12,7 @@ from text_model import make_text_model
 
 from slipstream import LLM, BadRequest, SamplingParams, StructuredOutputsParams
 
-EXAMPLES = int(os.environ.get("SLIPSTREAM_FUZZ_EXAMPLES", "200"))
+EXAMPLES = int(os.environ.get("SLIPSTREAM_FUZZ_EXAMPLES", "200")) // 2  # a library
 WORDS = [
     "type", "properties", "required", "items", "enum", "const", "anyOf", "oneOf", "allOf", "$ref",
     "$defs", "pattern", "format", "minimum", "maximum", "minLength", "maxLength", "minItems",
@@ -47,9 +47,10 @@ CONSTRAINTS = st.one_of(
 )  # fmt: skip
 
 
-@pytest.fixture(scope="module")
-def llm(tiny_model):
-    made = LLM(str(make_text_model(tiny_model)), dtype="float32", max_num_seqs=4, num_gpu_blocks_override=64)
+@pytest.fixture(scope="module", params=["guidance", "xgrammar"])
+def llm(tiny_model, request):
+    made = LLM(str(make_text_model(tiny_model)), dtype="float32", max_num_seqs=4, num_gpu_blocks_override=64,
+               structured_outputs_config={"backend": request.param})  # fmt: skip
     yield made
     made.close()
 

@@ -20,7 +20,7 @@ from text_model import BYTE_ZERO, ids_of, make_text_model
 from slipstream import LLM, SamplingParams, StructuredOutputsParams
 from slipstream.contracts.errors import BadRequest
 from slipstream.contracts.step import Finish
-from slipstream.grammar import compiler as compiler_module
+from slipstream.grammar import guidance
 
 NGRAM = {"method": "ngram", "num_speculative_tokens": 4, "prompt_lookup_min": 1}
 # Random weights would talk on for ever: texts are led to their ends.
@@ -36,6 +36,7 @@ ENGINES = {
     "drafts and preemption": {"num_gpu_blocks_override": 80, "speculative_config": NGRAM},
 }
 LONG = {"max_position_embeddings": 2048}
+LIBRARIES = ["guidance", "xgrammar"]
 
 
 @pytest.fixture(scope="module")
@@ -127,9 +128,21 @@ def test_answers_over_many_schemas_are_valid(model, name):
     check_valid(schemas, outputs, params)
 
 
-@pytest.fixture(scope="module")
-def llm(model):
-    made = engine(model)
+def test_xgrammar_keeps_schemas_beside_drafts_and_preemption(model):
+    """All but those whose keywords it would pass over, which are refused."""
+    schemas = [schema for name, schema in SCHEMAS.items() if name != "all of"]
+    config = {"disable_any_whitespace": True, "backend": "xgrammar"}
+    args = ENGINES["drafts and preemption"] | {"structured_outputs_config": config}
+    outputs, params, stats = answer(model, schemas, 54, **args)
+    check_valid(schemas, outputs, params)
+    assert stats.preemptions > 0 and stats.accepted_tokens > 0
+
+
+@pytest.fixture(scope="module", params=LIBRARIES)
+def llm(model, request):
+    config = {"disable_any_whitespace": True, "backend": request.param}
+    made = engine(model, structured_outputs_config=config)
+    assert made.info.plan["structured_outputs"]["value"]["backend"] == request.param
     yield made
     made.close()
 
@@ -245,13 +258,13 @@ def test_what_cannot_be_a_grammar_is_refused_by_the_field_that_holds_it(llm, con
 
 
 def test_a_grammar_that_takes_too_long_is_refused_and_others_are_not(model, monkeypatch):
-    gate, compiled = threading.Event(), compiler_module.grammar_text
+    gate, text = threading.Event(), guidance.Guidance.text
 
-    def slow(params, *rest):
+    def slow(library, params, config):
         assert params.regex != "slow" or gate.wait(30)
-        return compiled(params, *rest)
+        return text(library, params, config)
 
-    monkeypatch.setattr(compiler_module, "grammar_text", slow)
+    monkeypatch.setattr(guidance.Guidance, "text", slow)
     llm = engine(model, structured_outputs_config={"compile_timeout": 0.2})
     with pytest.raises(BadRequest, match=r"regex='slow': takes longer to compile than 0.2 s"):
         say(llm, regex="slow")
@@ -260,17 +273,13 @@ def test_a_grammar_that_takes_too_long_is_refused_and_others_are_not(model, monk
     llm.close()
 
 
-def text_core(model, **args):
-    return make_core(model, **args)
-
-
 def asked(core, key, grammar, **fields):
     params = SamplingParams(**{"max_tokens": 60, "temperature": 1.0, **fields.pop("params", {})})
     return make_request(core, key, ids_of("hi"), params, seed=key, grammar=grammar, **fields)
 
 
 def test_a_request_goes_on_from_tokens_that_an_engine_which_is_gone_had_delivered(model):
-    core = text_core(model)
+    core = make_core(model)
     pairs = "start: /(ab|cd){20}/"
     whole = run(core, [asked(core, key, pairs) for key in range(8)])
     begun = {key: whole[key].tokens[:cut] for key, cut in enumerate((1, 2, 7, 12, 25, 31, 39, 40))}
@@ -285,7 +294,7 @@ def test_a_request_goes_on_from_tokens_that_an_engine_which_is_gone_had_delivere
 
 
 def test_requests_may_leave_at_any_moment(model):
-    core = text_core(model, max_num_seqs=4, num_gpu_blocks_override=40)
+    core = make_core(model, max_num_seqs=4, num_gpu_blocks_override=40)
     requests = [asked(core, key, f"start: /(ab|cd){{{key % 10},20}}/") for key in range(24)]
     got = run(core, requests, abort_at={key: key % 9 for key in range(0, 24, 2)})
     assert all(got[key].finish is Finish.STOP for key in range(1, 24, 2))
@@ -294,7 +303,7 @@ def test_requests_may_leave_at_any_moment(model):
 
 
 def test_what_the_engine_cannot_compile_or_tokens_that_do_not_fit_end_one_request(model):
-    core = text_core(model)
+    core = make_core(model)
     strange = np.array(ids_of("zz"), np.int32)
     requests = [asked(core, 0, "start: ("), asked(core, 1, "start: /a+b/", resumed_token_ids=strange),
                 asked(core, 2, "start: /ab/"), asked(core, 3, "")]  # fmt: skip
@@ -310,22 +319,22 @@ def test_an_engine_without_a_tokenizer_refuses(tiny_model, model):
     with pytest.raises(BadRequest, match=r"structured_outputs\.regex='a': needs a tokenizer"):
         llm.generate([[1, 2]], constrained(regex="a", detokenize=False), use_tqdm=False)
     llm.close()
-    core = text_core(tiny_model("llama"))
+    core = make_core(tiny_model("llama"))
     got = run(core, [asked(core, 0, "start: /a/"), make_request(core, 1, [3], SamplingParams(max_tokens=3))])
     core.close()
     assert got[0].finish is Finish.ERROR and got[1].finish is not Finish.ERROR
 
 
-def test_only_constrained_rows_wait_for_their_masks(model):
+def test_only_constrained_rows_wait_for_their_masks(model, monkeypatch):
     """Masks that take for ever: plain rows reach their ends meanwhile."""
-    core = text_core(model)
-    gate, fill = threading.Event(), core._grammars._compiler.fill
+    core = make_core(model)
+    gate, fill = threading.Event(), guidance._Matcher.fill
 
     def slow(matcher, mask):
         assert not mask.any() or gate.wait(60)  # the first mask comes at once
         fill(matcher, mask)
 
-    core._grammars._compiler.fill = slow
+    monkeypatch.setattr(guidance._Matcher, "fill", slow)
     core.add([asked(core, 0, "start: /(ab|cd){20}/")])
     plain = SamplingParams(max_tokens=50, ignore_eos=True)
     core.add([make_request(core, key, [5, 6], plain) for key in (1, 2)])

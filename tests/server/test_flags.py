@@ -53,11 +53,22 @@ def test_every_field_has_a_flag_and_unset_flags_keep_the_defaults() -> None:
         (["--skip-tokenizer-init"], {"skip_tokenizer_init": True}),
         (["--cuda-graph-sizes", "1", "8", "1K"], {"cuda_graph_sizes": [1, 8, 1024]}),
         (["--compilation-config", '{"mode": "none"}'], {"compilation_config": '{"mode": "none"}'}),
+        (
+            ["--structured_outputs_config.backend", "guidance", "--structured-outputs-config.disable_x=5"],
+            {"structured_outputs_config": '{"backend": "guidance", "disable_x": 5}'},
+        ),
+        (["--compilation-config.a.b", "true"], {"compilation_config": '{"a": {"b": true}}'}),
         (["--batch-invariant", "--enforce-eager"], {"batch_invariant": True, "enforce_eager": True}),
     ],
 )
 def test_flags_become_fields(flags: list[str], expected: dict[str, Any]) -> None:
     assert parse("m", *flags) == EngineArgs(model="m", **expected)
+
+
+def test_an_object_and_keys_of_it_are_not_both_taken(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit):
+        parse("m", "--compilation-config.mode", "none", "--compilation_config={}")
+    assert "--compilation-config: an object, and keys of it" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(

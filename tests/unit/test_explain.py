@@ -4,6 +4,7 @@ flag of serve that is taken and ignored."""
 from __future__ import annotations
 
 import argparse
+import json
 import re
 import shlex
 from dataclasses import fields
@@ -74,6 +75,22 @@ def test_every_decision_has_value_reason_and_flag(explain: Explain) -> None:
         assert plan.keys() >= DECISIONS and columns.keys() == {"model_runner", "async_scheduling"}
         for choice in (*plan.values(), *columns.values()):
             assert choice.keys() == {"value", "reason", "flag"} and choice["reason"]
+
+
+def test_the_library_of_grammars_is_said_and_must_be_there(
+    explain: Explain, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    chosen = {"": "llguidance", ".backend auto": "llguidance", ".backend=xgrammar": "xgrammar"}
+    for flag, library in chosen.items():
+        choice = explain(f"--structured-outputs-config{flag}" if flag else "").plan["structured_outputs"]
+        assert library in choice["reason"] and choice["value"]["backend"] in library
+    monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
+    assert explain().plan["structured_outputs"]["value"] == {"backend": "none"}
+    for backend, package in {"guidance": "llguidance", "xgrammar": "xgrammar"}.items():
+        answer = explain(f"--structured-outputs-config.backend {backend}")
+        error = answer.error + json.dumps(answer.plan)
+        assert f"backend='{backend}': {package} is not installed: pip install {package}" in error
+    assert "must be one of auto, guidance, xgrammar" in explain("--structured-outputs-config.backend x").error
 
 
 def test_the_kv_cache_costs_what_its_shape_says(explain: Explain) -> None:
