@@ -7,6 +7,8 @@ VENV := .venv
 MODEL := $(HOME)/.cache/slipstream/models/SmolLM2-135M-Instruct
 PROMPT ?= Count from 1 to 10.
 ARGS ?=
+# A file of tests to a process at a time, in their order: the longest come early.
+PARALLEL := -n auto --dist loadfile --no-loadscope-reorder
 
 .PHONY: demo test check
 
@@ -15,7 +17,7 @@ demo: $(VENV)/ready
 	$(VENV)/bin/slipstream generate $(MODEL) --prompt "$(PROMPT)" --temperature 0 --max-tokens 128
 
 test: $(VENV)/ready
-	$(VENV)/bin/python -m pytest $(ARGS)
+	$(VENV)/bin/python -m pytest $(PARALLEL) $(ARGS)
 
 check: $(VENV)/ready
 	scripts/check

@@ -3,14 +3,28 @@
 from __future__ import annotations
 
 import os
+
+# Before torch starts its threads, in the engines' processes too: the models are tiny, and threads that wait
+# for each other after every operation cost several times what they save.
+os.environ.setdefault("OMP_NUM_THREADS", "1")
+
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any, NamedTuple
 
+import psutil
 import pytest
 from tiny_models import make_tiny_model
 
 from slipstream.loading.demo import DEFAULT_FOLDER, GGUF_NAME, fetch_demo_model
+
+MOST_WORKERS, WORKER_BYTES = 4, 5 << 30  # of memory that a worker's tests and their engines may take
+
+
+def pytest_xdist_auto_num_workers(config: pytest.Config) -> int:
+    """For `-n auto`: as many processes as there are processors and memory for."""
+    room = psutil.virtual_memory().total // WORKER_BYTES
+    return max(1, min(MOST_WORKERS, len(os.sched_getaffinity(0)), room))
 
 
 class DemoModel(NamedTuple):

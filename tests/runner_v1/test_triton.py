@@ -7,7 +7,7 @@ from pathlib import Path
 
 
 def test_the_old_runner_runs_on_tritons_attention():
-    env = {**os.environ, "TRITON_INTERPRET": "1", "OMP_NUM_THREADS": "1"}
+    env = {**os.environ, "TRITON_INTERPRET": "1"}
     cases = Path(__file__).with_name("cases_triton.py")
     done = subprocess.run(
         [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", str(cases)],

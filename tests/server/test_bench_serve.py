@@ -178,7 +178,7 @@ def test_chat_lengths_have_sharegpts_means_within_what_the_cuts_take() -> None:
 
 
 @given(
-    st.lists(st.text(alphabet=st.characters(codec="utf-8", exclude_characters="\r\n"), max_size=20), max_size=6),
+    st.lists(st.text(st.characters(codec="utf-8", exclude_characters="\r\n"), max_size=20), max_size=6),
     st.lists(st.integers(1, 9)),
     st.sampled_from(["\n", "\r\n"]),
 )
