@@ -66,8 +66,8 @@ def print_results(cells: Sequence[Cell], concurrency: Sequence[int]) -> None:
     pairs = max((len(runs) for cell in cells for runs in cell.runs.values()), default=0)
     if pairs:
         print(
-            "\nAn effect is the ratio of medians (least .. greatest ratio of two runs of one repeat). It\n"
-            "is a difference only where every pair is on the same side of 1. Noise alone does that in\n"
+            "\nAn effect is the ratio of medians (where the median ratio of two runs of one repeat lies).\n"
+            "It is a difference only where 1 is outside of that. Noise alone puts it there in\n"
             f"{chance(pairs):.1%} of lines with --repeats {pairs}; with under {MIN_PAIRS} none is called."
         )
 

@@ -71,6 +71,17 @@ def test_noise_alone_is_called_a_difference_as_rarely_as_coins_agree() -> None:
     assert abs(called - expected) < 4 * expected**0.5
 
 
+@pytest.mark.parametrize(
+    ("pairs", "least", "covered"), [(5, 1, 0.9375), (10, 2, 0.9785), (15, 4, 0.9648), (20, 6, 0.9586)]
+)
+def test_an_effects_interval_is_that_of_sign_test_tables(pairs: int, least: int, covered: float) -> None:
+    """least: which of the sorted values, from 1, a 95 % interval of the median begins with (of five values:
+    the widest there is)."""
+    found = effect([1.0] * pairs, [float(rank) for rank in range(pairs, 0, -1)])
+    assert (found.low, found.high) == (least, pairs + 1 - least)
+    assert chance(pairs) == pytest.approx(1 - covered, abs=5e-5)
+
+
 @pytest.mark.parametrize("changed", [[1.0] * 6, [1.0, 1.5, 1.5, 1.5, 1.5, 1.5]])
 def test_a_spread_that_touches_1_is_no_difference(changed: list[float]) -> None:
     assert effect([1.0] * 6, changed).verdict(True) == WITHIN
