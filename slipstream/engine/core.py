@@ -23,7 +23,7 @@ from slipstream.engine.runners import Handle, build_runner
 from slipstream.engine.step_log import Launch, StepLog
 from slipstream.observe.trace import NoTracer, Tracer
 from slipstream.runner.memory import MemoryPlan
-from slipstream.runner.shapes import MOST_SAMPLES
+from slipstream.runner.shapes import all_samples
 from slipstream.scheduler import Scheduler, SchedulerConfig
 from slipstream.scheduler.drafting import DraftPolicy
 
@@ -163,7 +163,7 @@ def _make_scheduler(plan: EnginePlan, num_blocks: int, grammars: EngineGrammars)
     drafts, lookahead, drafting, ahead = 0, 0, None, 1
     if plan.speculation is not None:
         drafts, lookahead = plan.speculation.num_speculative_tokens, plan.speculation.lookahead
-        drafting = DraftPolicy(drafts, max(MOST_SAMPLES, plan.max_num_seqs))
+        drafting = DraftPolicy(drafts, all_samples(plan.max_num_seqs, drafts))
         # Bounds run ahead by all drafts of the steps in flight.
         ahead += -(-(1 + drafts) * plan.steps_in_flight // plan.block_size)
     config = SchedulerConfig(

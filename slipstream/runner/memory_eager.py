@@ -11,6 +11,7 @@ from slipstream.config.plan import EnginePlan
 from slipstream.runner.memory import MemoryPlan, size_kv_pool
 from slipstream.runner.memory_cpu import measure_peak, measured_cpu
 from slipstream.runner.memory_cuda import CudaMemory
+from slipstream.runner.shapes import all_samples
 
 log = logging.getLogger("slipstream.runner")
 
@@ -34,7 +35,8 @@ def plan_eager_memory(
     if plan.device == "cpu":
         tokens = min(PROFILE_TOKENS, tokens)
         peak = measure_peak(lambda: step(tokens))
-        logits = 4 * plan.spec.vocab_size * plan.max_num_seqs
+        drafts = 0 if plan.speculation is None else plan.speculation.num_speculative_tokens
+        logits = 4 * plan.spec.vocab_size * all_samples(plan.max_num_seqs, drafts)
         measured = measured_cpu(plan, weights, peak // tokens * plan.max_num_batched_tokens + logits)
     else:
         memory_of = CudaMemory(torch.device(plan.device))

@@ -25,6 +25,11 @@ MOST_SAMPLES, MOST_FULL_SAMPLES = 1024, 512
 MIXED_SAMPLES = 4
 
 
+def all_samples(max_num_seqs: int, drafts: int) -> int:
+    """Positions that any step samples."""
+    return min(max_num_seqs * (1 + drafts), max(MOST_SAMPLES, max_num_seqs))
+
+
 @dataclass(frozen=True, slots=True)
 class Shape:
     """lanes; tokens; decode: one token a lane, and drafts; stage: of the sampling pipeline; num_logprobs: -1

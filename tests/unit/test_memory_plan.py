@@ -18,6 +18,7 @@ from slipstream.config.plan import EnginePlan
 from slipstream.config.resolve import resolve
 from slipstream.runner.memory import GRAPH_MARGIN, Measured, estimate_graphs, settle, size_kv_pool
 from slipstream.runner.memory_cpu import measured_cpu, total_memory
+from slipstream.runner.memory_eager import plan_eager_memory
 
 GIB, MIB = 2**30, 2**20
 H200 = DeviceFacts(kind="cuda", name="H200", memory_bytes=140 * GIB, has_triton=True, capability=(9, 0))
@@ -134,3 +135,15 @@ def test_a_cpus_plan_stays_within_the_machine() -> None:
     made = measured_cpu(plan(device="cpu", gpu_memory_utilization=0.5), 7 * MIB, 3 * MIB)
     assert made.capacity == total_memory() > made.allowed - made.weights > 0
     assert (made.weights, made.activations, made.graphs, made.other) == (7 * MIB, 3 * MIB, 0, 0)
+
+
+@pytest.mark.parametrize(("rows", "drafts", "positions"), [(8, 0, 8), (8, 4, 40), (256, 8, 1024)])
+def test_a_cpus_plan_holds_the_logits_of_every_position_that_a_step_samples(
+    rows: int, drafts: int, positions: int
+) -> None:
+    """No more than 1,024 with drafts (slipstream/runner/shapes.py)."""
+    config = {"method": "ngram", "num_speculative_tokens": drafts} if drafts else None
+    made = plan(device="cpu", max_num_seqs=rows, speculative_config=config)
+    found = plan_eager_memory(made, 0, 4096, lambda blocks: None, lambda tokens: None)
+    logits = positions * MODEL.vocab_size * 4
+    assert logits <= found.activations < logits + 32 * made.max_num_batched_tokens
