@@ -5,8 +5,11 @@ import dataclasses
 import json
 import sys
 from importlib import import_module
+from pathlib import Path
+from tempfile import TemporaryDirectory
 
 import torch
+from drafter_reference import HIDDEN, LAYER, VOCAB, Eagle1, Eagle3, MedusaHeads, MlpStages, save
 
 from slipstream.kernels import backend, precompile
 
@@ -23,8 +26,24 @@ from slipstream.runner.build import make_bucketed, make_parts  # noqa: E402
 from slipstream.speculation.build import build_drafter  # noqa: E402
 
 
-def launches_of(model: str, kind: str) -> list[str]:
-    drafting = {"method": "ngram", "num_speculative_tokens": 5} if kind == "drafts" else None
+def drafters(folder: Path, model: str) -> list[dict[str, object]]:
+    """Speculation by every method whose drafter has weights."""
+    layer = LAYER | {"draft_vocab_size": 100, "eagle_aux_hidden_state_layer_ids": [0, 1, 1]}
+    stages = {"n_predict": 3, "inner_dim": 48, "emb_dim": HIDDEN, "vocab_size": VOCAB}
+    embed = torch.randn(VOCAB, HIDDEN)
+    made = {
+        "eagle": (layer, Eagle1(embed, embed)),
+        "eagle3": (layer, Eagle3(embed)),
+        "medusa": ({"medusa_num_heads": 3, "medusa_num_layers": 2}, MedusaHeads()),
+        "mlp_speculator": (stages, MlpStages()),
+    }
+    for method, (config, module) in made.items():
+        save(folder / method, config, module.state_dict())
+    chosen = {method: str(folder / method) for method in made} | {"draft_model": model}
+    return [{"method": name, "model": at, "num_speculative_tokens": 3} for name, at in chosen.items()]
+
+
+def launches_of(model: str, kind: str, drafting: dict[str, object] | None) -> list[str]:
     plan = make_plan(
         EngineArgs(
             model=model, device="cpu", dtype="bfloat16", max_model_len=128, max_num_seqs=40,
@@ -78,7 +97,14 @@ def to_ttir(launch: str) -> None:
 
 
 if __name__ == "__main__":
-    found = launches_of(*sys.argv[1:3])
+    model, kind = sys.argv[1:3]
+    with TemporaryDirectory() as folder:
+        ways: list[dict[str, object] | None] = [None]
+        if kind == "drafts":
+            ways = [{"method": "ngram", "num_speculative_tokens": 5}]
+        elif kind == "drafters":
+            ways = [*drafters(Path(folder), model)]
+        found = dict.fromkeys(launch for way in ways for launch in launches_of(model, kind, way))
     for launch in found:
         to_ttir(launch)
     print(len(found), "kernels")
