@@ -1,15 +1,15 @@
-"""The fault drill: streams run while their engine is killed or stopped at a random moment; nobody may notice
-more than a pause.
+"""The fault drill: streams run while their engine or its worker is killed or stopped at a random moment;
+nobody may notice more than a pause.
 
     python benchmarks/fault_drill.py [--model FOLDER] [--runs 100] [--streams 32] [--tokens 128] [--json FILE]
         [--engine-args '{"batch_invariant": true}']
 
-Half of the runs kill the engine process (SIGKILL), half stop it (SIGSTOP, noticed after --progress-timeout
-seconds without progress), when a random share of all tokens has come. Streams are greedy and seeded in turn,
-with prompts of many lengths. Every stream is compared token by token with the same stream of an undisturbed
-run. Prints for each run the time from the signal to the next token of any stream and to the next token of the
-last one, then percentiles by signal. Without --model: SmolLM2-135M-Instruct. Ends with 1 where a stream
-differed.
+Faults take turns: the worker is killed (SIGKILL), the engine is, the worker is stopped (SIGSTOP, noticed
+after --progress-timeout seconds without progress), the engine is, each when a random share of all tokens has
+come. Streams are greedy and seeded in turn, with prompts of many lengths. Every stream is compared token by
+token with the same stream of an undisturbed run. Prints for each run the time from the signal to the next
+token of any stream and to the next token of the last one, then percentiles by fault. Without --model:
+SmolLM2-135M-Instruct. Ends with 1 where a stream differed.
 """
 
 from __future__ import annotations
@@ -35,6 +35,12 @@ PROSE = (
 )
 
 
+FAULTS = {
+    f"{number.name} of the {who}": (who, number)
+    for number in (signal.SIGKILL, signal.SIGSTOP) for who in ("worker", "engine")
+}  # fmt: skip
+
+
 @dataclasses.dataclass(slots=True)
 class Stream:
     """What came of one stream: its text and tokens; when tokens came, time.monotonic() seconds."""
@@ -47,10 +53,10 @@ class Stream:
 
 @dataclasses.dataclass(slots=True)
 class Run:
-    """One run of the drill. first, last: seconds from the signal to the next token of any stream that ran
-    and of the last of them; differing: streams that are not as undisturbed."""
+    """One run of the drill. fault: as in FAULTS. first, last: seconds from the signal to the next token of
+    any stream that ran and of the last of them; differing: streams that are not as undisturbed."""
 
-    signal: str
+    fault: str
     first: float
     last: float
     running: int
@@ -81,18 +87,20 @@ async def read(llm: AsyncLLM, prompt: str, params: SamplingParams, stream: Strea
 
 
 async def run(
-    llm: AsyncLLM, asked: list[tuple[str, SamplingParams]], after: int, number: int | None
+    llm: AsyncLLM, asked: list[tuple[str, SamplingParams]], after: int, fault: str | None
 ) -> tuple[list[Stream], float]:
-    """All streams at once; the engine gets the signal when `after` tokens have come. The time of it."""
+    """All streams at once; the signal is sent when `after` tokens have come. The time of it."""
     streams = [Stream() for _ in asked]
     reading = [asyncio.create_task(read(llm, *one, s)) for one, s in zip(asked, streams, strict=True)]
-    while number is not None and sum(len(stream.tokens) for stream in streams) < after:
+    while fault is not None and sum(len(stream.tokens) for stream in streams) < after:
         await asyncio.sleep(0.001)
         if any(task.done() for task in reading):
             break
     when = time.monotonic()
-    if number is not None:
-        os.kill(llm.engine_pid, number)
+    if fault is not None:
+        who, number = FAULTS[fault]
+        assert llm.stats.worker_pid, "the last takeover is over"
+        os.kill(llm.engine_pid if who == "engine" else llm.stats.worker_pid, number)
     await asyncio.gather(*reading)
     return streams, when
 
@@ -123,12 +131,12 @@ async def drill(llm: AsyncLLM, options: argparse.Namespace) -> list[Run]:
     expected, _ = await run(llm, asked, 0, None)
     runs = []
     for number in range(options.runs):
-        kind = signal.SIGSTOP if number % 2 else signal.SIGKILL
+        fault = list(FAULTS)[number % len(FAULTS)]
         after = rng.randrange(options.streams * options.tokens * 9 // 10)
-        streams, when = await run(llm, asked, after, kind)
-        runs.append(judge(kind.name, expected, streams, when))
+        streams, when = await run(llm, asked, after, fault)
+        runs.append(judge(fault, expected, streams, when))
         print(
-            f"run {number + 1:3}: {kind.name} after {after:5} tokens: next token {runs[-1].first:6.2f} s, "
+            f"run {number + 1:3}: {fault} after {after:5} tokens: next token {runs[-1].first:6.2f} s, "
             f"of the last of {runs[-1].running} streams {runs[-1].last:6.2f} s; "
             f"streams that differ: {runs[-1].differing or 'none'}",
             flush=True,
@@ -137,10 +145,10 @@ async def drill(llm: AsyncLLM, options: argparse.Namespace) -> list[Run]:
 
 
 def summary(runs: list[Run], restarts: int) -> dict[str, Any]:
-    """Seconds to the next token by signal, and what went wrong."""
-    found: dict[str, Any] = {"runs": len(runs), "restarts": restarts}
-    for name in ("SIGKILL", "SIGSTOP"):
-        seconds = sorted(one.first for one in runs if one.signal == name and one.running)
+    """Seconds to the next token by fault, and what went wrong. restarts: of engines."""
+    found: dict[str, Any] = {"runs": len(runs), "engine_restarts": restarts}
+    for name in FAULTS:
+        seconds = sorted(one.first for one in runs if one.fault == name and one.running)
         if seconds:
             found[name] = {
                 "median_s": statistics.median(seconds),

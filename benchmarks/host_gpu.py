@@ -48,7 +48,7 @@ def parts_of_a_step(core: Any) -> dict[str, float]:
             t0 = time.perf_counter()
             plan = core.scheduler.schedule()
             t1 = time.perf_counter()
-            core._flight.append(core._runner.step(plan))
+            core._flight.append(core._executor.runner.step(plan))
             parts["schedule"].append(t1 - t0)
             parts["step"].append(time.perf_counter() - t1)
         handle = core._flight.popleft()
@@ -67,7 +67,7 @@ def parts_of_a_step(core: Any) -> dict[str, float]:
 def launches(core: Any, lanes: int) -> dict[str, float]:
     """A graph's launch while the device is idle or busy, and from the launch until the host knows of the end:
     by an event, and by the pinned record itself."""
-    runner = core._runner
+    runner = core._executor.runner
     graph = runner._tick.graphs._graphs[runner._lanes.shape][0]
     stream, words = runner.stream._stream, runner._tick._ring.memory_S3L.numpy()
     names = ("launch_idle", "launch_busy", "until_event", "until_word")

@@ -16,7 +16,7 @@ from slipstream.contracts.request import EngineRequest
 from slipstream.contracts.sampling_params import SamplingParams
 from slipstream.contracts.step import Finish
 from slipstream.engine.core import EngineCore
-from slipstream.engine.plan import make_plan
+from slipstream.engine.open_core import open_core
 
 DEVICE = os.environ.get("SLIPSTREAM_TEST_DEVICE", "cpu")
 
@@ -36,8 +36,11 @@ class Collected:
 
 
 def make_core(model, **args) -> EngineCore:
-    defaults = {"dtype": "float32", "max_num_seqs": 64, "max_model_len": 256, "num_gpu_blocks_override": 2000}
-    return EngineCore(make_plan(EngineArgs(model=str(model), device=DEVICE, **{**defaults, **args})))
+    defaults = {
+        "distributed_executor_backend": "uni", "dtype": "float32", "max_num_seqs": 64, "max_model_len": 256,
+        "num_gpu_blocks_override": 2000,
+    }  # fmt: skip
+    return open_core(EngineArgs(model=str(model), device=DEVICE, **{**defaults, **args}), lambda: None)
 
 
 def make_request(

@@ -26,12 +26,6 @@ def add_parser(subparsers: Any) -> None:
     group = parser.add_argument_group("vLLM's flags", "which only vLLM has, for its column")
     for flag in ("--tensor-parallel-size", "--pipeline-parallel-size"):
         group.add_argument(flag, type=int, default=1, metavar="INT", help="(default: 1)")
-    group.add_argument(
-        "--distributed-executor-backend",
-        default="",
-        metavar="STR",
-        help="mp, uni, ray, external_launcher or a class",
-    )
     group.add_argument("--enable-dbo", action="store_true", help="dual batch overlap")
     group.add_argument("--enable-elastic-ep", action="store_true", help="elastic expert parallelism")
     group.add_argument("--mamba-cache-mode", choices=("none", "align", "all"), default="none")

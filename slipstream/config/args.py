@@ -73,13 +73,20 @@ class EngineArgs:
     max_logprobs: int = field(
         default=20, metadata={"help": "most logprobs a request may ask; -1: the vocabulary"}
     )
+    distributed_executor_backend: str | None = field(
+        default=None,
+        metadata={"help": "mp: a worker process computes; uni: the engine's own (default: mp, uni in LLM)"},
+    )
+    spare_processes: bool = field(
+        default=True, metadata={"help": "keep a worker and an engine ready that wait to take over"}
+    )
     engine_progress_timeout: float = field(
         default=30.0,
-        metadata={"help": "seconds without progress after which another engine takes over; 0: never"},
+        metadata={"help": "seconds without progress after which another process takes over; 0: never"},
     )
     max_engine_restarts: int = field(
         default=3,
-        metadata={"help": "engines that may be lost in a row without a token made; 0: none takes over"},
+        metadata={"help": "engines or workers that may be lost in a row without a token made; 0: no other"},
     )
     served_model_name: str | None = field(default=None, metadata={"help": "model name of the HTTP API"})
     chat_template: str | None = field(default=None, metadata={"help": "file or text of a chat template"})

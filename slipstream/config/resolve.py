@@ -17,6 +17,7 @@ from slipstream.config.device import (
     DeviceFacts,
     choose_for_device,
 )
+from slipstream.config.executor import executor_choice
 from slipstream.config.json_flag import read_object
 from slipstream.config.model import ModelSpec
 from slipstream.config.model_choices import check_front_end, kv_cache_choice, model_choices
@@ -29,8 +30,8 @@ from slipstream.config.vllm_rules import vllm_choices, vllm_facts
 # As people read it: what runs, on what, with how much.
 ORDER = (
     "model_runner", "async_scheduling", "speculation", "device", "attention_backend", "cuda_graphs",
-    "compile_mode", "batch_invariant", "parallel", "kv_cache", "kv_cache_dtype", "prefix_caching", "dtype",
-    "quantization", "load_format", "max_model_len", "max_num_seqs", "max_num_batched_tokens",
+    "compile_mode", "batch_invariant", "parallel", "executor", "kv_cache", "kv_cache_dtype", "prefix_caching",
+    "dtype", "quantization", "load_format", "max_model_len", "max_num_seqs", "max_num_batched_tokens",
     "scheduling_policy", DECISION, "max_logprobs", "tokenizer", "chat_template",
 )  # fmt: skip
 DTYPES = ("float32", "bfloat16", "float16")
@@ -73,6 +74,7 @@ def resolve(
         value={"tensor_parallel_size": 1, "pipeline_parallel_size": 1, "data_parallel_size": 1},
         reason="one device: there are no other layouts",
     )
+    choices["executor"] = executor_choice(args.distributed_executor_backend)
     choices["kv_cache"] = kv_cache_choice(
         args, spec, device, chosen.kv_cache_dtype, max_model_len, max_num_seqs, drafter.kv_width
     )

@@ -25,7 +25,8 @@ ASYNC_EXECUTORS = ("", "uni", "mp", "ray", "external_launcher")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class VllmOnly:
-    """Flags of vLLM's that decide there and do not exist here; the defaults are vLLM's."""
+    """Flags of vLLM's that decide there and do not exist here, or not with every value; the defaults are
+    vLLM's."""
 
     tensor_parallel_size: int = 1
     pipeline_parallel_size: int = 1

@@ -29,8 +29,16 @@ class EngineDeadError(EngineError):
     """The engine process ended and cannot take requests."""
 
 
-class EngineMemoryError(EngineDeadError):
-    """The engine process ended because a step found too little memory."""
+class CrashLoopError(EngineDeadError):
+    """What was lost again and again is not replaced any more."""
+
+
+class WorkerLostError(EngineError):
+    """The process that computes for the engine died, or was ended because it hung or broke."""
+
+
+class StepMemoryError(EngineError):
+    """A step found too little memory; whoever computed it can go on."""
 
 
 class QueueTimeoutError(EngineError):

@@ -25,7 +25,8 @@ class EngineStats(msgspec.Struct, array_like=True, gc=False):
     host_us: of this step; host_seconds: of all. device_idle_seconds: between steps, while there was work;
     steps_starved: steps that were launched with nothing left on the device, though there was work.
     generation_tokens: delivered. drafts: lanes that verified drafts; accepted_per_position[i]: drafts whose
-    token i was taken; draft_limit: drafts that a lane of the last step planned verifies at most.
+    token i was taken; draft_limit: drafts that a lane of the last step planned verifies at most. worker_pid:
+    the process that computes, 0 while another one starts; worker_restarts: of those that took over.
     """
 
     num_running: int = 0
@@ -50,6 +51,8 @@ class EngineStats(msgspec.Struct, array_like=True, gc=False):
     accepted_tokens: int = 0
     accepted_per_position: tuple[int, ...] = ()
     draft_limit: int = 0
+    worker_pid: int = 0
+    worker_restarts: int = 0
 
 
 @dataclass(slots=True)

@@ -39,7 +39,8 @@ def failure(params: SamplingParams, text: str) -> Exception:
 
 
 def _at_rest(info: EngineInfo) -> EngineStats:
-    return EngineStats(free_blocks=info.limits.num_blocks, num_blocks=info.limits.num_blocks)
+    blocks = info.limits.num_blocks
+    return EngineStats(free_blocks=blocks, num_blocks=blocks, worker_pid=info.worker_pid)
 
 
 class SelectableClient(EngineClient, Protocol):
@@ -291,7 +292,7 @@ class AsyncLLM:
 
     @property
     def engine_pid(self) -> int | None:
-        """The process that computes now; None where that is this one."""
+        """The engine's process; None where that is this one. The one that computes is stats.worker_pid."""
         return self._client.pid
 
     def get_tokenizer(self) -> Tokenizer | None:

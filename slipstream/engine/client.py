@@ -15,22 +15,25 @@ from slipstream.contracts.request import EngineRequest
 class EngineInfo:
     """Facts of a running engine. end_token_ids: the model's own end tokens; plan: EnginePlan.choices as plain
     data (decision -> {"value", "reason", "flag"}), with what memory came to; vllm_0_31: what vLLM 0.31.0
-    would have chosen, in the same form."""
+    would have chosen, in the same form. worker_pid: of the process that computes at first."""
 
     limits: ModelLimits
     end_token_ids: tuple[int, ...]
     plan: dict[str, dict[str, Any]] = field(default_factory=dict)
     vllm_0_31: dict[str, dict[str, Any]] = field(default_factory=dict)
+    worker_pid: int = 0
 
 
 @dataclass(frozen=True, slots=True)
 class EngineHealth:
-    """ready: an engine is up and takes requests. restarts: engines that took over from one that was lost.
-    progress: messages taken and steps made by this engine; quiet: seconds since that moved while requests
-    were live, None while no engine is up. reason: why there is no engine and will be none, else empty."""
+    """ready: an engine is up, and who computes for it. restarts: engines that took over from one that was
+    lost; worker_restarts: workers of this engine that did. progress: messages taken, steps made and looks at
+    a worker by this engine; quiet: seconds since that moved while requests were live, None while no engine is
+    up. reason: why there is no engine and will be none, else empty."""
 
     ready: bool
     restarts: int = 0
+    worker_restarts: int = 0
     progress: int = 0
     quiet: float | None = 0.0
     reason: str = ""

@@ -6,19 +6,24 @@ core.
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import logging
 import time
 from collections import deque
 from collections.abc import Sequence
 
+from slipstream.config.executor import executor_choice
 from slipstream.config.explanation import LOG_COLUMNS, Explanation, plain
 from slipstream.config.plan import Choice, EnginePlan
+from slipstream.contracts.errors import EngineError
 from slipstream.contracts.limits import ModelLimits
 from slipstream.contracts.outputs import EngineOutputs
 from slipstream.contracts.request import EngineRequest
 from slipstream.engine.client import EngineInfo
+from slipstream.engine.executor import Executor, InlineExecutor
 from slipstream.engine.grammars import EngineGrammars, make_grammars
+from slipstream.engine.recovery import Recovery
 from slipstream.engine.runners import Handle, build_runner
 from slipstream.engine.step_log import Launch, StepLog
 from slipstream.observe.trace import NoTracer, Tracer
@@ -31,22 +36,25 @@ log = logging.getLogger("slipstream.engine")
 # How long planning waits for masks while a step runs, as a share of the last one, so that constrained rows
 # join the very next step; and an idle engine, before it looks for messages.
 MASK_PATIENCE, IDLE_SECONDS = 0.25, 0.005
+START_SECONDS = 0.02  # for a worker's start, before it looks for messages
 
 
 class EngineCore:
-    """Scheduler, runner and the steps in flight. Raises ValueError at construction for what cannot be
-    honoured."""
+    """Scheduler, executor and the steps in flight. executor: None builds the plan's runner in this process.
+    Raises ValueError at construction for what cannot be honoured."""
 
-    def __init__(self, plan: EnginePlan) -> None:
+    def __init__(self, plan: EnginePlan, executor: Executor | None = None) -> None:
         self._grammars = make_grammars(plan)
-        built = build_runner(plan)
-        self._runner = built.runner
-        self.memory = built.memory
-        num_blocks = built.memory.num_blocks
+        if executor is None:
+            executor = InlineExecutor(build_runner(plan))
+        self._executor, self.memory = executor, executor.memory
+        num_blocks = executor.memory.num_blocks
         self.scheduler = _make_scheduler(plan, num_blocks, self._grammars)
+        self._recovery = Recovery(self.scheduler, executor)
         choices = dict(plan.choices)
-        choices["linear"] = Choice(value=built.linear_name, reason=built.linear_reason, flag="--dtype")
-        choices["kv_cache"] = _as_built(choices["kv_cache"], built.memory)
+        choices["executor"] = executor_choice(executor.backend)
+        choices["linear"] = Choice(value=executor.linear_name, reason=executor.linear_reason, flag="--dtype")
+        choices["kv_cache"] = _as_built(choices["kv_cache"], executor.memory)
         self.info = EngineInfo(
             # Block 0 is the null block: a request can have all but one.
             limits=ModelLimits(
@@ -55,10 +63,12 @@ class EngineCore:
             end_token_ids=plan.spec.end_token_ids,
             plan=plain(choices),
             vllm_0_31=plain(plan.vllm_0_31),
+            worker_pid=executor.pid,
         )
         self._depth = plan.steps_in_flight
         self._flight: deque[tuple[Handle, Launch]] = deque()
         self._log = StepLog(plan.max_num_seqs)
+        self._log.worker_pid = executor.pid
         self._planned_tokens = 0
         self._step_seconds = 0.0  # of the last step, on the device
         self._tracer: Tracer | NoTracer = Tracer(plan.args.trace) if plan.args.trace else NoTracer()
@@ -74,14 +84,30 @@ class EngineCore:
 
     def abort(self, keys: Sequence[int]) -> None:
         self.scheduler.abort(keys)
+        self._recovery.aborted(keys)
 
     @property
     def has_work(self) -> bool:
-        return bool(self._flight) or self.scheduler.has_work or self._grammars.num_opening > 0
+        work = bool(self._flight) or self.scheduler.has_work or self._grammars.num_opening > 0
+        return work or not self._executor.up
+
+    @property
+    def ears(self) -> tuple[int, ...]:
+        """Descriptors that become readable where check() is due, while there is no work."""
+        return self._executor.ears
+
+    def check(self) -> None:
+        """To be called a few times a second, and after ears have become readable."""
+        error = self._executor.check()
+        if error is not None and self._executor.up and not self._flight:
+            self._recovery.lost(error)
 
     def step(self) -> EngineOutputs | None:
         """Fill the pipeline, then wait for the oldest step. None where nothing was in flight and nothing
-        could be scheduled."""
+        could be scheduled, and while a worker starts. Raises what breaks the engine."""
+        if not self._executor.up:
+            self._executor.tend(START_SECONDS)
+            return self._drain()
         self._await_masks()
         begin = time.perf_counter()
         while len(self._flight) < self._depth and self._submit():
@@ -93,11 +119,17 @@ class EngineCore:
                 self._grammars.wait(IDLE_SECONDS)
             return outputs
         handle, launch = self._flight.popleft()
-        result = handle.wait()
+        try:
+            result = handle.wait()
+        except Exception as error:
+            self._recovery.failed(error, [handle for handle, _ in self._flight])
+            self._flight.clear()
+            return self._drain()
         begin = time.perf_counter()
         self._step_seconds = self._log.duration(handle.event)
         outputs = self.scheduler.apply(result, self._step_seconds)
         end = time.perf_counter()
+        self._recovery.applied(outputs)
         outputs.stats.steps_in_flight = len(self._flight)
         started = self._log.add(launch, handle.event, begin, end)
         self._log.tell(outputs.stats, host + end - begin, len(outputs.tokens))
@@ -119,8 +151,11 @@ class EngineCore:
                 self.scheduler.refuse(request, error)
 
     def _drain(self) -> EngineOutputs | None:
+        """News without a step: of requests, or that a worker has gone or come."""
         self._log.rest()
-        outputs = self.scheduler.drain()
+        before, self._log.worker_pid = self._log.worker_pid, self._executor.pid
+        self._log.worker_restarts = self._executor.restarts
+        outputs = self.scheduler.drain(always=before != self._executor.pid)
         if outputs is not None:
             self._log.fill(outputs.stats)
         return outputs
@@ -138,7 +173,7 @@ class EngineCore:
             return False
         middle = time.perf_counter()
         starved = not self._flight or self._flight[-1][0].done()
-        handle = self._runner.step(plan)
+        handle = self._executor.step(plan)
         end = time.perf_counter()
         lanes = len(plan.lane_row)
         if plan.lanes_changed:
@@ -151,10 +186,11 @@ class EngineCore:
         return True
 
     def close(self) -> None:
-        """Wait for the steps in flight, end the stream, write the trace."""
-        while self._flight:
-            self._flight.popleft()[0].wait()
-        self._runner.close()
+        """Wait for the steps in flight, end who computes, write the trace."""
+        with contextlib.suppress(EngineError):  # nobody waits for news any more
+            while self._flight:
+                self._flight.popleft()[0].wait()
+        self._executor.close()
         self._grammars.shut_down()
         self._tracer.close()
 

@@ -1,62 +1,44 @@
-"""The engine in a process of its own: python -m slipstream.engine.engine_process FD COUNTER.
+"""The engine in a process of its own: python -m slipstream.engine.engine_process FD COUNTER [mp|uni].
 
 FD is a socket to the ProcessClient that started it. It brings the Start message; then each side sees by its
-end that the other one is gone. COUNTER is a memory file, in which the engine counts its progress.
+end that the other one is gone. COUNTER is a memory file, in which the engine counts its progress. A third
+word makes it a spare for engines of this executor: it imports quietly, has a worker do so too, and waits.
 """
 
 from __future__ import annotations
 
+import functools
 import gc
-import mmap
-import os
 import shutil
 import signal
 import socket
-import struct
 import sys
-import threading
+import time
 import traceback
 from collections.abc import Callable, Sequence
-from pathlib import Path
 from typing import Protocol
 
 import zmq
 
+from slipstream.config.executor import MP, UNI
+from slipstream.contracts.errors import CrashLoopError
 from slipstream.contracts.outputs import EngineOutputs
 from slipstream.contracts.request import EngineRequest
 from slipstream.engine import wire
+from slipstream.engine.faults import LOOK_SECONDS
+from slipstream.engine.processes import LENGTH, Counter, end_with_parent, import_quietly
+from slipstream.engine.worker import Worker
+from slipstream.engine.worker_process import MODULES
 from slipstream.observe.log import setup
 
 _LAST_WORDS_MS = 5000  # how long a message may wait for the parent once the process ends
-_NO_MEMORY = "DefaultCPUAllocator: can't allocate memory"
-LENGTH = struct.Struct("<Q")
+_IDLE_MS = 1000
+_CORE = "slipstream.engine.open_core"
+_SPARES_IMPORT = {MP: (_CORE,), UNI: (_CORE, *MODULES)}
 
 
 class NotHonoured(Exception):
     """The flags ask for what this model or machine cannot do."""
-
-
-class Counter:
-    """A number that one process counts up and another one reads, in a memory file: no message, no wait.
-    fileno: of the file; close() closes it too."""
-
-    def __init__(self, fileno: int) -> None:
-        self.fileno = fileno
-        os.ftruncate(fileno, mmap.PAGESIZE)
-        self._memory = mmap.mmap(fileno, mmap.PAGESIZE)
-        self._words = memoryview(self._memory).cast("Q")
-
-    def count(self) -> None:
-        self._words[0] += 1
-
-    @property
-    def value(self) -> int:
-        return self._words[0]
-
-    def close(self) -> None:
-        self._words.release()
-        self._memory.close()
-        os.close(self.fileno)
 
 
 class Core(Protocol):
@@ -64,6 +46,11 @@ class Core(Protocol):
 
     @property
     def has_work(self) -> bool: ...
+
+    @property
+    def ears(self) -> tuple[int, ...]: ...
+
+    def check(self) -> None: ...
 
     def add(self, requests: Sequence[EngineRequest]) -> None: ...
 
@@ -80,9 +67,11 @@ def run(
     """Steps while there is work, waits for messages while there is none. Returns at a CLOSE message.
     progress: called after every message taken and step made."""
     requests, keys = wire.decoder(list[EngineRequest]), wire.decoder(list[int])
+    due = 0.0
     while True:
         if not core.has_work:
-            inbox.poll()
+            _wait(inbox, core.ears)
+            due = 0.0
         while int(inbox.get(zmq.EVENTS)) & zmq.POLLIN:
             kind, body = inbox.recv_multipart()
             if kind == wire.ADD:
@@ -94,9 +83,20 @@ def run(
             else:
                 return
             progress()
+        if (now := time.monotonic()) >= due:
+            core.check()
+            due = now + LOOK_SECONDS
         if core.has_work and (outputs := core.step()) is not None:
             outbox.send_multipart((wire.OUTPUTS, wire.encode(outputs)))
             progress()
+
+
+def _wait(inbox: zmq.Socket[bytes], ears: tuple[int, ...]) -> None:
+    """For a message, or for something to check."""
+    poller = zmq.Poller()
+    for end in (inbox, *ears):
+        poller.register(end, zmq.POLLIN)
+    poller.poll(_IDLE_MS)
 
 
 def main() -> int:
@@ -104,8 +104,12 @@ def main() -> int:
     # Ctrl-C reaches the whole terminal; the parent decides what it means.
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     parent = socket.socket(fileno=int(sys.argv[1]))
+    # The parent sees by this socket that engine and worker, and so what they took of the device, are gone.
+    make = functools.partial(Worker, keep=(parent.fileno(),))
+    worker = _get_ready(sys.argv[3], make) if len(sys.argv) > 3 else None
     start = _receive_start(parent)
-    threading.Thread(target=_end_with, args=(parent, Path(start.folder)), daemon=True).start()
+    # Whatever the engine is doing, it ends when the parent does, and tidies up for it.
+    end_with_parent(parent.fileno(), lambda: shutil.rmtree(start.folder, ignore_errors=True))
     if start.log_level is not None:
         setup(start.log_level, start.log_format)
     context = zmq.Context()
@@ -115,7 +119,7 @@ def main() -> int:
     inbox.bind(wire.address(start.folder, "in"))
     outbox.connect(wire.address(start.folder, "out"))
     try:
-        _serve(start, inbox, outbox, Counter(int(sys.argv[2])))
+        _serve(start, inbox, outbox, Counter(int(sys.argv[2])), make, worker)
         return 0
     except Exception as error:
         outbox.send_multipart((wire.FAILED, wire.encode(_failure(error))))
@@ -124,15 +128,22 @@ def main() -> int:
         context.destroy(linger=_LAST_WORDS_MS)
 
 
+def _get_ready(backend: str, make: Callable[[bool], Worker]) -> Worker | None:
+    worker = make(True) if backend == MP else None
+    import_quietly(_SPARES_IMPORT[backend])
+    return worker
+
+
 def _serve(
-    start: wire.Start, inbox: zmq.Socket[bytes], outbox: zmq.Socket[bytes], counter: Counter
-) -> None:
-    # torch comes with these; the parent's socket is watched from before that.
-    from slipstream.engine.core import EngineCore
-    from slipstream.engine.plan import make_plan
+    start: wire.Start, inbox: zmq.Socket[bytes], outbox: zmq.Socket[bytes], counter: Counter,
+    make: Callable[[bool], Worker], worker: Worker | None,
+) -> None:  # fmt: skip
+    if worker is None and start.args.distributed_executor_backend != UNI:
+        worker = make(False)  # it imports torch while this process imports the rest
+    from slipstream.engine.open_core import open_core
 
     try:
-        core = EngineCore(make_plan(start.args))
+        core = open_core(start.args, counter.count, make, worker)
     except ValueError as error:
         raise NotHonoured(str(error)) from error
     # Nothing made so far will ever be garbage: the collector need not walk through it between steps.
@@ -146,11 +157,9 @@ def _serve(
 
 
 def _failure(error: Exception) -> wire.Failure:
-    if isinstance(error, NotHonoured):
-        return wire.Failure(True, str(error))
-    # Torch's error of a GPU is a class of its own; of a CPU it is a RuntimeError with this text.
-    found = type(error).__name__ in ("OutOfMemoryError", "MemoryError") or _NO_MEMORY in str(error)
-    return wire.Failure(False, "".join(traceback.format_exception(error)).strip(), found)
+    if isinstance(error, NotHonoured | CrashLoopError):
+        return wire.Failure(isinstance(error, NotHonoured), str(error), hopeless=True)
+    return wire.Failure(False, "".join(traceback.format_exception(error)).strip())
 
 
 def _receive_start(parent: socket.socket) -> wire.Start:
@@ -163,13 +172,6 @@ def _receive_start(parent: socket.socket) -> wire.Start:
     (length,) = LENGTH.unpack(exactly(LENGTH.size))
     start: wire.Start = wire.decoder(wire.Start)(exactly(length))
     return start
-
-
-def _end_with(parent: socket.socket, folder: Path) -> None:
-    """End at once when the parent does, whatever the engine is doing, and tidy up for it."""
-    parent.recv(1)
-    shutil.rmtree(folder, ignore_errors=True)
-    os._exit(1)
 
 
 if __name__ == "__main__":

@@ -10,6 +10,7 @@ from collections.abc import Mapping
 
 from slipstream.config.args import EngineArgs, flag_name
 from slipstream.config.device import ASSUMED_CUDA
+from slipstream.config.executor import BACKENDS
 from slipstream.config.explanation import Explanation
 from slipstream.config.json_flag import JsonFlag, read_object
 from slipstream.config.plan import Choice
@@ -36,8 +37,13 @@ def explain(
         facts = ASSUMED_CUDA
     compilation, enable_sp = split_sequence_parallelism(args.compilation_config)
     args = dataclasses.replace(args, compilation_config=compilation)
-    only = dataclasses.replace(only, enable_sp=enable_sp)
+    executor = args.distributed_executor_backend or ""
+    only = dataclasses.replace(only, enable_sp=enable_sp, distributed_executor_backend=executor)
     vllm = vllm_choices(vllm_facts(args, facts, env, only))
+    if executor in BACKENDS:
+        only = dataclasses.replace(only, distributed_executor_backend="")
+    else:
+        args = dataclasses.replace(args, distributed_executor_backend=None)
     refused = _lacking(only)
     try:
         try:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from slipstream.config.plan import EnginePlan
 from slipstream.contracts.outputs import EngineOutputs
 from slipstream.contracts.request import EngineRequest
 from slipstream.engine.core import EngineCore
@@ -13,9 +12,9 @@ from slipstream.engine.core import EngineCore
 class InprocClient:
     """An EngineClient whose caller lends its thread to the engine."""
 
-    def __init__(self, plan: EnginePlan) -> None:
-        self.core = EngineCore(plan)
-        self.info = self.core.info
+    def __init__(self, core: EngineCore) -> None:
+        self.core = core
+        self.info = core.info
 
     def add(self, requests: Sequence[EngineRequest]) -> None:
         self.core.add(requests)

@@ -10,6 +10,7 @@ from typing import Any, TypeVar
 import numpy as np
 
 from slipstream.config.args import EngineArgs
+from slipstream.config.executor import UNI
 from slipstream.contracts.errors import EngineError
 from slipstream.contracts.sampling_params import RequestOutputKind, SamplingParams
 from slipstream.engine.client import EngineClient, EngineInfo
@@ -32,8 +33,9 @@ class LLM:
     """A model that answers lists of prompts.
 
     model: a Hugging Face folder or a GGUF file; every other keyword is a field of EngineArgs. Raises
-    TypeError for an unknown keyword, ValueError that names what cannot be honoured. on_step: set it to be
-    called after every step with the number of tokens that it made.
+    TypeError for an unknown keyword, ValueError that names what cannot be honoured. With
+    distributed_executor_backend="mp" a worker process computes, and is replaced where it dies. on_step: set
+    it to be called after every step with the number of tokens that it made.
     """
 
     def __init__(self, model: str, *, tokenizer: str | None = None, **engine_args: Any) -> None:
@@ -41,7 +43,8 @@ class LLM:
         for name in engine_args:
             if name not in known:
                 raise TypeError(f"LLM() got an unexpected keyword argument {name!r}")
-        self.args = EngineArgs(model=str(model), tokenizer=tokenizer, **engine_args)
+        args = {"distributed_executor_backend": UNI, **engine_args}
+        self.args = EngineArgs(model=str(model), tokenizer=tokenizer, **args)
         self._tokenizer = open_tokenizer(self.args)
         self._client = _open_engine(self.args)
         self._inputs = InputProcessor(self._tokenizer, self._client.info, self.args.seed)
@@ -152,9 +155,13 @@ class LLM:
 def _open_engine(args: EngineArgs) -> EngineClient:
     """torch is loaded here, not before."""
     from slipstream.engine.inproc import InprocClient
-    from slipstream.engine.plan import make_plan
+    from slipstream.engine.open_core import open_core
 
-    return InprocClient(make_plan(args))
+    return InprocClient(open_core(args, _no_watchdog))
+
+
+def _no_watchdog() -> None:
+    """Who waits for a worker in his own thread needs no sign of life."""
 
 
 def _as_prompts(prompts: Prompt | Sequence[Prompt]) -> list[Any]:

@@ -2,29 +2,29 @@
 
 from __future__ import annotations
 
-import logging
+import contextlib
 import os
 import socket
 import subprocess
-import sys
 import tempfile
 from collections.abc import Sequence
-from pathlib import Path
 
 import zmq
 
 from slipstream.config.args import EngineArgs
-from slipstream.contracts.errors import EngineDeadError, EngineError, EngineMemoryError
+from slipstream.config.executor import MP
+from slipstream.contracts.errors import CrashLoopError, EngineDeadError, EngineError
 from slipstream.contracts.outputs import EngineOutputs
 from slipstream.contracts.request import EngineRequest
 from slipstream.engine import wire
 from slipstream.engine.client import EngineInfo
-from slipstream.engine.engine_process import LENGTH, Counter
-from slipstream.observe.log import ROOT, current_format
+from slipstream.engine.processes import LENGTH, Counter, cpu_seconds, hung_up, log_level, spawn
+from slipstream.observe.log import current_format
 
 _LAST_WORDS_MS = 300  # a message may still be on its way when the process has ended
 _CLOSE_SECONDS = 20.0  # for the steps in flight and the trace
 _EXIT_SECONDS = 2.0  # for a process that has hung up to be gone
+MODULE = "slipstream.engine.engine_process"
 
 
 class ProcessClient:
@@ -32,13 +32,13 @@ class ProcessClient:
     done. The engine ends with this process, however that ends.
 
     Raises what the engine raised where it cannot start: ValueError with its text, else EngineError. wait:
-    False returns at once; then receive() is to be called until `ready`, and nothing else, and what cannot
-    start is an EngineDeadError.
+    False leaves the process waiting for begin(), after which receive() is to be called until `ready`, and
+    nothing else; what cannot start is an EngineDeadError then. spare: it gets ready quietly meanwhile.
     """
 
     info: EngineInfo
 
-    def __init__(self, args: EngineArgs, wait: bool = True) -> None:
+    def __init__(self, args: EngineArgs, wait: bool = True, spare: bool = False) -> None:
         # Only this user may enter: whoever can connect could run requests.
         self._folder = tempfile.TemporaryDirectory(prefix="slipstream-")
         self._context = zmq.Context()
@@ -51,23 +51,28 @@ class ProcessClient:
         self._from_engine.bind(wire.address(self._folder.name, "out"))
         self._lifeline, theirs = socket.socketpair()
         self._counter = Counter(os.memfd_create("progress"))
+        words = [args.distributed_executor_backend or MP] * spare
         with theirs:
-            self._process = _spawn(theirs.fileno(), self._counter.fileno)
+            self._process = spawn(MODULE, *words, filenos=(theirs.fileno(), self._counter.fileno))
         self._poller = zmq.Poller()
         self._poller.register(self._from_engine, zmq.POLLIN)
         self._poller.register(self._lifeline.fileno(), zmq.POLLIN)
         self._outputs = wire.decoder(EngineOutputs)
-        self._closed = False
-        self.ready = False
-        try:
-            start = wire.encode(wire.Start(args, self._folder.name, _log_level(), current_format()))
-            self._lifeline.sendall(LENGTH.pack(len(start)) + start)
-            if wait:
+        self._closed = self.ready = False
+        if wait:
+            try:
+                self.begin(args)
                 self._wait_until_ready()
-        except BaseException:
-            self._lifeline.close()  # an engine that still loads does not listen
-            self.close()
-            raise
+            except BaseException:
+                self._lifeline.close()  # an engine that still loads does not listen
+                self.close()
+                raise
+
+    def begin(self, args: EngineArgs) -> None:
+        """The engine starts."""
+        start = wire.encode(wire.Start(args, self._folder.name, log_level(), current_format()))
+        with contextlib.suppress(OSError):  # receive() says how it ended
+            self._lifeline.sendall(LENGTH.pack(len(start)) + start)
 
     def _wait_until_ready(self) -> None:
         message = self._next(None)
@@ -84,14 +89,14 @@ class ProcessClient:
 
     @property
     def progress(self) -> int:
-        """Messages taken and steps made so far, whatever the engine does now; 0 once closed."""
+        """Messages taken, steps made and looks at its worker so far, whatever the engine does now; 0 once
+        closed."""
         return 0 if self._closed else self._counter.value
 
     @property
     def cpu_seconds(self) -> float:
-        """CPU time of the process and its threads so far, from Linux' /proc/PID/stat (proc(5))."""
-        after_name = Path(f"/proc/{self.pid}/stat").read_text().rpartition(")")[2].split()
-        return (int(after_name[11]) + int(after_name[12])) / os.sysconf("SC_CLK_TCK")
+        """CPU time of the process and its threads so far."""
+        return cpu_seconds(self.pid)
 
     @property
     def pid(self) -> int:
@@ -99,8 +104,8 @@ class ProcessClient:
 
     @property
     def ended(self) -> bool:
-        """Nothing is left of the process."""
-        return self._process.poll() is not None
+        """Nothing is left of the process, nor of its workers."""
+        return self._process.poll() is not None and hung_up(self._lifeline.fileno())
 
     def kill(self) -> None:
         """End the process whatever it does; close() tidies up."""
@@ -125,7 +130,7 @@ class ProcessClient:
         kind, body = message
         if kind == wire.FAILED:
             failure: wire.Failure = wire.decoder(wire.Failure)(body)
-            kind_of_end = EngineMemoryError if failure.memory else EngineDeadError
+            kind_of_end = CrashLoopError if failure.hopeless else EngineDeadError
             raise kind_of_end(f"the engine failed: {failure.text}")
         if kind == wire.READY:
             self._greet(body)
@@ -169,19 +174,3 @@ class ProcessClient:
         self._counter.close()
         self._context.destroy(linger=0)
         self._folder.cleanup()
-
-
-def _spawn(*filenos: int) -> subprocess.Popen[bytes]:
-    """A fresh interpreter that imports from where this one does, but not this one's main module."""
-    root = str(Path(__file__).parents[2])
-    environment = os.environ | {"PYTHONPATH": os.pathsep.join([*filter(None, sys.path), root])}
-    return subprocess.Popen(
-        [sys.executable, "-P", "-m", "slipstream.engine.engine_process", *map(str, filenos)],
-        pass_fds=filenos, stdin=subprocess.DEVNULL, env=environment,
-    )
-
-
-def _log_level() -> str | None:
-    """What our loggers are set to here; None where nobody listens."""
-    root = logging.getLogger(ROOT)
-    return logging.getLevelName(root.getEffectiveLevel()) if root.hasHandlers() else None

@@ -1,18 +1,19 @@
 """The runners as the engine's loop sees them, and the choice of the plan. Nothing here depends on the old one
-being there."""
+being there, and nothing loads torch before a runner is built."""
 
 from __future__ import annotations
 
+import gc
 from importlib import import_module
-from typing import Protocol, cast
+from typing import Protocol, cast, runtime_checkable
 
 from slipstream.config.plan import EnginePlan
+from slipstream.contracts.errors import StepMemoryError
 from slipstream.contracts.step import StepPlan, StepResult
-from slipstream.runner import build as build_v2
 from slipstream.runner.memory import MemoryPlan
-from slipstream.speculation.build import build_drafter
 
 RUNNER_V1 = "slipstream.runner_v1.build"
+_NO_MEMORY = "DefaultCPUAllocator: can't allocate memory"
 
 
 class DeviceTime(Protocol):
@@ -49,6 +50,15 @@ class Runner(Protocol):
     def close(self) -> None: ...
 
 
+@runtime_checkable
+class Resettable(Protocol):
+    """A runner that counts its steps on the device too."""
+
+    def reset(self) -> None:
+        """After a failed step, with nothing in flight: the next step is counted as the first."""
+        ...
+
+
 class Built(Protocol):
     """A runner ready for its first plan. memory.num_blocks counts the null block."""
 
@@ -69,4 +79,26 @@ def build_runner(plan: EnginePlan) -> Built:
     """The runner of the plan, and no other. Raises ValueError where the plan cannot be honoured."""
     if plan.model_runner == "v1":
         return cast(Built, import_module(RUNNER_V1).build_runner(plan))
-    return build_v2.build_runner(plan, build_drafter)
+    from slipstream.runner.build import build_runner as build_v2
+    from slipstream.speculation.build import build_drafter
+
+    return build_v2(plan, build_drafter)
+
+
+def lacked_memory(error: BaseException) -> bool:
+    """Whether a step failed for want of memory: torch's error of a GPU is a class of its own; of a CPU it is
+    a RuntimeError with this text."""
+    if isinstance(error, StepMemoryError):
+        return True
+    return type(error).__name__ in ("OutOfMemoryError", "MemoryError") or _NO_MEMORY in str(error)
+
+
+def free_caches(runner: Runner) -> None:
+    """After a step that lacked memory, with nothing in flight: give back what no tensor holds."""
+    import torch
+
+    if isinstance(runner, Resettable):
+        runner.reset()
+    gc.collect()
+    if torch.cuda.is_initialized():  # type: ignore[no-untyped-call]
+        torch.cuda.empty_cache()

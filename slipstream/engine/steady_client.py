@@ -8,50 +8,19 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
 from typing import Literal
 
 from slipstream.config.args import EngineArgs
-from slipstream.contracts.errors import EngineDeadError, EngineMemoryError
+from slipstream.contracts.errors import CrashLoopError, EngineDeadError
 from slipstream.contracts.outputs import EngineOutputs
 from slipstream.contracts.request import EngineRequest
 from slipstream.engine.client import EngineHealth, EngineInfo
+from slipstream.engine.faults import START_FACTOR, START_SECONDS, Losses, Watchdog
 from slipstream.engine.process_client import ProcessClient
+from slipstream.engine.spare import Spare
 from slipstream.observe.log import get_logger
 
 log = get_logger(__name__)
-
-# A step of a large prompt takes a CPU minutes: one that computes has so many times as long.
-COMPUTING_FACTOR = 20.0
-COMPUTING_SECONDS = 0.02  # of CPU time between two looks: it computes; two ticks of Linux' clock
-# A new engine may take so many times as long to start as the first one, and so long at least.
-START_FACTOR, START_SECONDS = 4.0, 120.0
-STEADY_SECONDS = 60.0  # an idle engine that lived so long did not die of its start
-
-
-@dataclass(slots=True)
-class Watchdog:
-    """Tells an engine that is stuck: for `seconds` work was pending, its count stood still and it did not
-    compute; or, if it computed, for COMPUTING_FACTOR times as long. 0 never tells."""
-
-    seconds: float
-    count: int = -1
-    since: float = 0.0  # when the count moved
-    moved: float = 0.0  # when anything did
-    spent: float = 0.0
-
-    def stuck(self, count: int, spent: float, busy: bool, now: float) -> bool:
-        """spent: seconds of CPU time, where that tells of progress."""
-        if count != self.count or not busy:
-            self.restart(count, now)
-        if spent - self.spent >= COMPUTING_SECONDS:
-            self.moved = now
-        self.spent = spent
-        quiet = max(now - self.moved, (now - self.since) / COMPUTING_FACTOR)
-        return 0 < self.seconds < quiet
-
-    def restart(self, count: int, now: float) -> None:
-        self.count, self.since, self.moved = count, now, now
 
 
 class SteadyClient:
@@ -62,22 +31,25 @@ class SteadyClient:
     """
 
     def __init__(
-        self, args: EngineArgs, start: Callable[[EngineArgs, bool], ProcessClient] = ProcessClient
+        self, args: EngineArgs, make: Callable[[EngineArgs, bool, bool], ProcessClient] = ProcessClient
     ) -> None:
-        self._args, self._start = args, start
+        self._args = args
         begin = time.monotonic()
-        self._now = start(args, True)
+        self._now = make(args, True, False)
         self._since = time.monotonic()  # of the state that it is in
         self._start_seconds = max(START_SECONDS, START_FACTOR * (self._since - begin))
+        self._spare = Spare(lambda spare: make(args, False, spare), args.spare_processes)
+        self._spare.later()
         self.info: EngineInfo = self._now.info
         self._watchdog = Watchdog(args.engine_progress_timeout)
         self._watchdog.restart(0, self._since)
-        self._on_cpu = self.info.plan["device"]["value"] == "cpu"
+        self._losses = Losses("engines", args.max_engine_restarts)
+        self._computes_here = self.info.plan["device"]["value"] == "cpu" and self.info.worker_pid == self.pid
         self._state: Literal["up", "ending", "starting"] = "up"
-        self._fruitful = False  # it has made a token
         self._busy = False
-        self._deaths = 0  # in a row, without a token between
         self.restarts = 0
+        self._worker_pid = self.info.worker_pid
+        self._worker_restarts = 0
 
     @property
     def up(self) -> bool:
@@ -86,7 +58,8 @@ class SteadyClient:
     @property
     def health(self) -> EngineHealth:
         quiet = time.monotonic() - self._watchdog.since if self._state == "up" else None
-        return EngineHealth(self._state == "up", self.restarts, self._now.progress, quiet)
+        ready = self._state == "up" and self._worker_pid != 0
+        return EngineHealth(ready, self.restarts, self._worker_restarts, self._now.progress, quiet)
 
     @property
     def pid(self) -> int:
@@ -120,8 +93,11 @@ class SteadyClient:
         except EngineDeadError as error:
             self._failed(error)
             return None
-        if outputs is not None and len(outputs.tokens):
-            self._fruitful = True
+        if outputs is not None:
+            if len(outputs.tokens):
+                self._losses.fruitful = True
+            self._worker_pid = outputs.stats.worker_pid
+            self._worker_restarts = outputs.stats.worker_restarts
         return outputs
 
     def tend(self, busy: bool) -> bool:
@@ -129,16 +105,18 @@ class SteadyClient:
         where another engine has taken over, which knows no request. Raises as receive() does."""
         now, self._busy = time.monotonic(), busy
         if self._state == "up":
-            spent = self._now.cpu_seconds if self._on_cpu else 0.0
+            self._spare.tend()
+            spent = self._now.cpu_seconds if self._computes_here else 0.0
             if self._watchdog.stuck(self._now.progress, spent, busy, now):
                 self._lose(f"the engine made no progress for {self._watchdog.seconds:g} s")
         elif self._state == "ending":
             if self._now.ended:  # only now is its memory free
                 self._now.close()
-                self._now = self._start(self._args, False)
+                self._now = self._spare.take()
+                self._now.begin(self._args)
                 self._state, self._since = "starting", now
             elif now - self._since > START_SECONDS:
-                raise EngineDeadError("the engine process cannot be killed")
+                raise CrashLoopError("the engine process cannot be killed")
         else:
             return self._await_start(now)
         return False
@@ -156,41 +134,32 @@ class SteadyClient:
         self.info = self._now.info
         self.restarts += 1
         log.info("engine replaced", restarts=self.restarts, seconds=now - self._since)
-        self._state, self._since, self._fruitful = "up", now, False
+        self._state, self._since = "up", now
+        self._worker_pid, self._worker_restarts = self.info.worker_pid, 0
+        self._losses.started()
         self._watchdog.restart(0, now)
+        self._spare.later()
         return True
 
     def _failed(self, error: EngineDeadError) -> None:
-        """Where memory was too little, the next engine computes half as many tokens in a step; but two of
-        every row at least."""
-        names = ("max_num_batched_tokens", "max_num_seqs")
-        if isinstance(error, EngineMemoryError):
-            planned, rows = (int(self.info.plan[name]["value"]) for name in names)
-            tokens = self._args.max_num_batched_tokens or planned
-            fewer = max(tokens // 2, 2 * rows)
-            if fewer < tokens:
-                log.warning("out of memory in a step; fewer tokens a step", before=tokens, now=fewer)
-                self._args = replace(self._args, max_num_batched_tokens=fewer)
+        """Raises the error where it says itself that another engine would end likewise."""
+        if isinstance(error, CrashLoopError):
+            self._now.kill()
+            self._state = "ending"
+            raise error
         self._lose(str(error))
 
     def _lose(self, reason: str) -> None:
-        """The engine is of no use any more. Raises EngineDeadError where another would not be either."""
-        now = time.monotonic()
-        steady = self._state == "up" and not self._busy and now - self._since > STEADY_SECONDS
-        if self._fruitful or steady:
-            self._deaths = 0
-        self._fruitful = False
-        self._deaths += 1
+        """The engine is of no use any more. Raises CrashLoopError where another would not be either."""
+        idle = self._state == "up" and not self._busy
         self._now.kill()
-        self._state, self._since = "ending", now
-        most = self._args.max_engine_restarts
-        if self._deaths > most:
-            times = "" if not most else f"{self._deaths} engines in a row were lost without making a token: "
-            raise EngineDeadError(times + reason)
-        log.error("engine lost; starting another", reason=reason, in_a_row=self._deaths)
+        self._state, self._since = "ending", time.monotonic()
+        self._losses.lost(reason, idle)
+        log.error("engine lost; starting another", reason=reason, in_a_row=self._losses.in_a_row)
 
     def close(self) -> None:
         """Let the engine finish its steps; one that is not up is ended at once."""
+        self._spare.close()
         if self._state != "up":
             self._now.kill()
         self._now.close()

@@ -38,6 +38,7 @@ class StepLog:
         self._rested = True  # since the last step there was a time without work
         self._host = self._busy = self._idle = 0.0
         self._generated = self._computed = self._starved = 0
+        self.worker_pid = self.worker_restarts = 0
 
     def rest(self) -> None:
         """There is no work: until the next step the device idles for want of requests, not of the host."""
@@ -75,6 +76,7 @@ class StepLog:
         stats.generation_tokens, stats.computed_tokens = self._generated, self._computed
         stats.steps_starved, stats.host_seconds = self._starved, self._host
         stats.device_busy_seconds, stats.device_idle_seconds = self._busy, self._idle
+        stats.worker_pid, stats.worker_restarts = self.worker_pid, self.worker_restarts
 
     def table(self, now: float) -> np.ndarray:
         """float64 [S, STEP_COLUMNS], the oldest first; times in seconds before now."""

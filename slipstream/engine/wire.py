@@ -3,6 +3,8 @@
 
 from __future__ import annotations
 
+import functools
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -35,12 +37,13 @@ class Start:
 
 @dataclass(frozen=True, slots=True)
 class Failure:
-    """Why an engine could not start, or ended. users: what was asked of it cannot be honoured; memory: a step
-    found too little of it."""
+    """Why an engine or a worker could not start, or ended. users: what was asked of it cannot be honoured;
+    memory: a step found too little of it, and others may follow; hopeless: another one would end likewise."""
 
     users: bool
     text: str
     memory: bool = False
+    hopeless: bool = False
 
 
 def address(folder: str, name: str) -> str:
@@ -56,16 +59,18 @@ def _plain(value: Any) -> Any:
     raise TypeError(f"{type(value).__name__} cannot be sent")
 
 
-def _array(kind: type, value: Any) -> Any:
+def _array(kind: type, value: Any, memory: Callable[[bytes], Any] = bytes) -> Any:
     if kind is not np.ndarray:
         raise TypeError(f"{kind.__name__} cannot be received")
     dtype, shape, data = value
-    return np.frombuffer(data, dtype).reshape(shape)
+    return np.frombuffer(memory(data), dtype).reshape(shape)
 
 
 encode = msgspec.msgpack.Encoder(enc_hook=_plain).encode
 
 
-def decoder(kind: Any) -> Any:
-    """A function from bytes to an object of this type. Its arrays are read-only."""
-    return msgspec.msgpack.Decoder(kind, dec_hook=_array).decode
+def decoder(kind: Any, writable: bool = False) -> Any:
+    """A function from bytes to an object of this type. Its arrays are read-only unless they shall be
+    writable, which torch wants of what it looks at."""
+    hook = functools.partial(_array, memory=bytearray) if writable else _array
+    return msgspec.msgpack.Decoder(kind, dec_hook=hook).decode

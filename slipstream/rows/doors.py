@@ -47,6 +47,10 @@ class Ring(Generic[T]):
     def give_ticket(self, slot: int, event: Ticket) -> None:
         self._tickets[slot] = event
 
+    def reset(self) -> None:
+        """Nothing is in flight: the next to be taken is the first."""
+        self._tickets, self._next = [None] * len(self._items), 0
+
 
 class Payload:
     """One packed set of staged writes in host memory, pinned on a CUDA device: dst of S spans, start of each
@@ -179,6 +183,11 @@ class OutDoor:
         self.commit_ring = CommitRing(memory_SXL, torch.zeros(2, dtype=torch.int32, device=device))
         records = iter(memory_SXL)
         self.ring = Ring(lambda: OutRecord(next(records)), slots)
+
+    def reset(self) -> None:
+        """Runs on the stream, with nothing in flight: host and device take the first record next."""
+        self.ring.reset()
+        self.commit_ring.turn_2.zero_()
 
 
 def seen(tensor: Tensor) -> Array:

@@ -40,7 +40,7 @@ class ModelRunner:
         self._vocab_size = vocab_size
         self._mirror = RowMirror(table.num_rows)
         self._tick = tick
-        self._records = records.ring
+        self._out, self._records = records, records.ring
         self._lanes: LaneSet | None = None
 
     def step(self, plan: StepPlan) -> StepHandle:
@@ -84,6 +84,10 @@ class ModelRunner:
         if plan.lanes_changed or self._lanes is None:
             self._lanes = self._tick.stage_lanes(plan, self._mirror)
         return self._lanes
+
+    def reset(self) -> None:
+        """After a failed step, with nothing in flight: it may have ended before its record was written."""
+        self.stream.submit(self._out.reset).wait()
 
     def close(self) -> None:
         self.stream.close()

@@ -78,6 +78,10 @@ class BlockPool:
         """Blocks that somebody holds and nobody may find any more."""
         self._drop_digests(blocks[self._has_digest[blocks]].tolist())
 
+    def forget_all(self) -> None:
+        """Nobody holds a block, and none may be found any more."""
+        self._evict(len(self._idle))
+
     def _drop_digests(self, blocks: list[int]) -> None:
         block_of, digest_of = self._block_of, self._digest_of
         for block in blocks:

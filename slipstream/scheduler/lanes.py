@@ -14,6 +14,7 @@ from slipstream.scheduler.columns import DECODE, Array, RowColumns
 from slipstream.scheduler.config import SchedulerConfig
 
 FOREVER = 1 << 30
+Grants = tuple[Array, Array, Array]
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,6 +42,17 @@ class Lanes:
 
     def __len__(self) -> int:
         return len(self.row)
+
+
+@dataclass(frozen=True, slots=True)
+class Flight:
+    """A step between schedule() and apply(). departures: as counted when it was planned. drafts: that a lane
+    verifies at most."""
+
+    step: int
+    lanes: Lanes
+    departures: int
+    drafts: int
 
 
 def make_lanes(columns: RowColumns, decode_row: Array, chunks: list[Chunk]) -> Lanes:
@@ -76,6 +88,7 @@ def affordable_drafts(drafts: int, decodes: int, most_tokens: int, prompts_wait:
 
 
 NO_ROWS = empty_i32()
+NO_GRANTS: Grants = (NO_ROWS, NO_ROWS, NO_ROWS)
 NO_KEYS = np.empty(0, np.int64)
 EMPTY_LANES = Lanes(NO_ROWS, NO_ROWS, NO_ROWS, np.empty(0, np.bool_), NO_KEYS, NO_ROWS, ())
 

@@ -31,19 +31,50 @@ class Entry:
 
 
 class WaitingQueue:
-    """A heap by order. Entries that leave from its middle stay as dead weight until they surface."""
+    """A heap by order. Entries that leave from its middle stay as dead weight until they surface.
+
+    While it is held, those who wait, and those who come, are not to be had, but for who is let in."""
 
     def __init__(self) -> None:
         self._heap: list[tuple[tuple[int, float, int], Entry]] = []
         self._size = 0
+        self._held: dict[int, Entry] | None = None  # by key
+        self._let_in: set[int] = set()
 
     def __len__(self) -> int:
         return self._size
 
     def push(self, entry: Entry) -> None:
         entry.waiting = True
-        heapq.heappush(self._heap, (entry.order, entry))
         self._size += 1
+        key = entry.request.key
+        if self._held is None or key in self._let_in:
+            heapq.heappush(self._heap, (entry.order, entry))
+        else:
+            self._held[key] = entry
+
+    def hold(self) -> None:
+        """Nobody is to be had until let_in()."""
+        waiting = {entry.request.key: entry for _, entry in self._heap if entry.waiting}
+        self._held = waiting | (self._held or {})
+        self._heap.clear()
+        self._let_in.clear()
+
+    def let_in(self, key: int) -> bool:
+        """One of those who are held; False where there is no such."""
+        entry = None if self._held is None else self._held.pop(key, None)
+        if entry is None:
+            return False
+        self._let_in.add(key)
+        heapq.heappush(self._heap, (entry.order, entry))
+        return True
+
+    def release(self) -> None:
+        """Everybody is to be had again."""
+        held, self._held = self._held or {}, None
+        self._let_in.clear()
+        for entry in held.values():
+            heapq.heappush(self._heap, (entry.order, entry))
 
     def peek(self) -> Entry | None:
         while self._heap and not self._heap[0][1].waiting:
@@ -61,6 +92,8 @@ class WaitingQueue:
         """The entry leaves for good."""
         entry.waiting = False
         self._size -= 1
+        if self._held is not None:
+            self._held.pop(entry.request.key, None)
         if len(self._heap) > 2 * self._size + 64:
             self._heap = [item for item in self._heap if item[1].waiting]
             heapq.heapify(self._heap)

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Iterable
-from dataclasses import dataclass
 
 import numpy as np
 
@@ -22,9 +21,12 @@ from slipstream.scheduler.drafting import Drafting, NoDrafting, count_drafts
 from slipstream.scheduler.fitting import refusal, within_pool
 from slipstream.scheduler.lanes import (
     EMPTY_LANES,
+    NO_GRANTS,
     NO_KEYS,
     NO_ROWS,
     Chunk,
+    Flight,
+    Grants,
     Lanes,
     affordable_drafts,
     blocks_short,
@@ -37,20 +39,7 @@ from slipstream.scheduler.news import NO_LEGAL_TOKEN, NO_TOKENS, ROW_FAILED, New
 from slipstream.scheduler.queue import Entry, WaitingQueue
 from slipstream.scheduler.tenancy import Tenancy
 
-Grants = tuple[Array, Array, Array]
-NO_GRANTS: Grants = (NO_ROWS, NO_ROWS, NO_ROWS)
 FINISH_NONE, FINISH_ERROR = int(Finish.NONE), int(Finish.ERROR)
-
-
-@dataclass(frozen=True, slots=True)
-class Flight:
-    """A step between schedule() and apply(). departures: as counted when it was planned. drafts: that a lane
-    verifies at most."""
-
-    step: int
-    lanes: Lanes
-    departures: int
-    drafts: int
 
 
 class Scheduler:
@@ -66,7 +55,7 @@ class Scheduler:
         self._drafting, self._constraints = drafting or NoDrafting(), constraints or NoConstraints()
         self._rows = Tenancy(config)
         self._columns = self._rows.columns
-        self._waiting = WaitingQueue()
+        self.waiting = WaitingQueue()
         self._news = News()
         self._entries: dict[int, Entry] = {}
         self._prefills: list[int] = []  # rows whose prompt is not fully planned, in order of admission
@@ -102,7 +91,7 @@ class Scheduler:
         entry = Entry(request, (priority, request.arrival, self._sequence), tokens)
         self._sequence += 1
         self._entries[request.key] = entry
-        self._waiting.push(entry)
+        self.waiting.push(entry)
         self._blocked = False
 
     def refuse(self, request: EngineRequest, text: str) -> None:
@@ -129,7 +118,7 @@ class Scheduler:
         if entry is None:
             return False
         if entry.waiting:
-            self._waiting.discard(entry)
+            self.waiting.discard(entry)
             self._blocked = False
         else:
             self._leave(entry.row, keep=keep)
@@ -189,7 +178,7 @@ class Scheduler:
                 self._stale = True
 
     def _may_admit(self) -> bool:
-        return not self._blocked and len(self._waiting) > 0 and self._rows.num_free_rows > 0
+        return not self._blocked and len(self.waiting) > 0 and self._rows.num_free_rows > 0
 
     def _settle(self) -> None:
         """Bring the bounds of decode rows up to the last step planned."""
@@ -224,13 +213,25 @@ class Scheduler:
 
     def _preempt(self) -> None:
         """The last in order leaves its row as if finished, and waits again with what it has."""
-        owners = (entry for entry in self._rows.entry_of if entry is not None)
-        entry = max(owners, key=lambda owner: owner.order)
-        row = entry.row
-        entry.tokens = self._columns.tokens[row, : self._columns.length[row]].copy()
-        self._leave(row)
-        self._waiting.push(entry)
+        self._put_back(max(self._rows.owners(), key=lambda owner: owner.order), keep=True)
         self._counts.preemptions += 1
+
+    def _put_back(self, entry: Entry, *, keep: bool) -> None:
+        entry.tokens = self._columns.tokens[entry.row, : self._columns.length[entry.row]].copy()
+        self._leave(entry.row, keep=keep)
+        self.waiting.push(entry)
+
+    def put_all_back(self, *, keep: bool) -> list[list[int]]:
+        """Steps in flight have no result: every running request waits again with what it has. keep: the
+        device has its rows and blocks still. The keys in those steps, the oldest step's first."""
+        keys = [flight.lanes.key.tolist() for flight in self._flight]
+        self._flight.clear()
+        for entry in self._rows.owners():
+            self._put_back(entry, keep=keep)
+        if not keep:
+            self._rows.forget()
+        self._lanes, self._in_lanes[:], self._elapsed, self._stale = EMPTY_LANES, False, 0, True
+        return keys
 
     def _continue_prefills(self, budget: int) -> list[Chunk]:
         chunks: list[Chunk] = []
@@ -245,7 +246,7 @@ class Scheduler:
     def _admit(self, budget: int, chunks: list[Chunk]) -> list[Admission]:
         """Admit from the head of the queue while rows, blocks and budget last; appends their first chunks."""
         admissions = list[Admission]()
-        while budget > 0 and self._may_admit() and (entry := self._waiting.peek()) is not None:
+        while budget > 0 and self._may_admit() and (entry := self.waiting.peek()) is not None:
             if entry.request.grammar and not self._constraints.ready(entry.request.key):
                 break  # preempted while its mask is computed
             # A free block for each running row, so that newcomers survive the next block boundary.
@@ -253,7 +254,7 @@ class Scheduler:
             if admission is None:
                 self._blocked = True
                 break
-            self._waiting.pop()
+            self.waiting.pop()
             self._count_admission(entry, admission)
             admissions.append(admission)
             chunk = take_chunk(self._columns, admission.row, budget)
@@ -353,9 +354,9 @@ class Scheduler:
                 text = NO_LEGAL_TOKEN if entry.request.grammar else ROW_FAILED
                 self._news.failed(entry.request.key, text, in_step=True)
 
-    def drain(self) -> EngineOutputs | None:
-        """News that no step will bring (refused and failed requests); None where there is none."""
-        if not self._news:
+    def drain(self, always: bool = False) -> EngineOutputs | None:
+        """News that no step will bring (refused and failed requests). None without any, unless always."""
+        if not self._news and not always:
             return None
         return self._news.outputs(NO_KEYS, NO_ROWS, NO_TOKENS, NO_ROWS, None, self.stats())
 
@@ -372,7 +373,7 @@ class Scheduler:
 
     @property
     def num_waiting(self) -> int:
-        return len(self._waiting)
+        return len(self.waiting)
 
     def stats(self) -> EngineStats:
         """A snapshot; the loop adds its own numbers."""
@@ -393,7 +394,7 @@ class Scheduler:
         """For tests. Raises AssertionError where a row or block is shared, leaked or counted wrongly."""
         self._rows.check()
         waiting = [entry for entry in self._entries.values() if entry.waiting]
-        assert len(waiting) == len(self._waiting)
+        assert len(waiting) == len(self.waiting)
         assert len(self._entries) == len(waiting) + self.num_running, "a request is lost"
         prefilling = np.flatnonzero(self._columns.phase == PREFILL)
         assert sorted(self._prefills) == prefilling.tolist()

@@ -36,6 +36,9 @@ class Tenancy:
     def num_owned_rows(self) -> int:
         return len(self.entry_of) - len(self._free_rows)
 
+    def owners(self) -> list[Entry]:
+        return [entry for entry in self.entry_of if entry is not None]
+
     def owner(self, row: int) -> Entry:
         entry = self.entry_of[row]
         assert entry is not None, f"row {row} has no owner"
@@ -103,6 +106,11 @@ class Tenancy:
         self.released.append(row)
         self.departures += 1
         return entry
+
+    def forget(self) -> None:
+        """Nobody owns a row, and the device knows neither rows nor blocks any more."""
+        self.released.clear()
+        self.pool.forget_all()
 
     def take_released(self) -> Array:
         """int32, the rows to name in the next plan."""

@@ -55,6 +55,7 @@ class Health(TypedDict):
     progress: int
     quiet_seconds: float | None
     restarts: int
+    worker_restarts: int
     running: int
     waiting: int
     reason: str
@@ -137,8 +138,8 @@ def _plain_routes(context: Context) -> APIRouter:
 
     @routes.get("/health", responses={200: {"model": Health}, 503: {"model": Health}})
     async def health() -> Response:
-        """200 while an engine takes requests, 503 while another one starts and once there is none. progress:
-        messages taken and steps made by this engine; quiet_seconds: since that moved with requests live."""
+        """200 while requests are computed, 503 while another engine or worker starts and once there is none.
+        progress: messages, steps and looks of this engine; quiet_seconds: since that moved."""
         now, stats = context.engine.health, context.engine.stats
         told: Health = {
             "status": "dead" if now.reason else "ready" if now.ready else "restarting",
@@ -147,6 +148,7 @@ def _plain_routes(context: Context) -> APIRouter:
             "progress": now.progress,
             "quiet_seconds": None if now.quiet is None else round(now.quiet, 3),
             "restarts": now.restarts,
+            "worker_restarts": now.worker_restarts,
             "running": stats.num_running,
             "waiting": stats.num_waiting,
             "reason": now.reason,

@@ -205,6 +205,7 @@ _COUNTERS = (
     ("slipstream:host_seconds", "Host time of steps: planning, launching, applying", "host_seconds"),
     ("slipstream:device_busy_seconds", "Device time of steps, as the host sees it", "device_busy_seconds"),
     ("slipstream:device_idle_seconds", "Between steps, while there was work", "device_idle_seconds"),
+    ("slipstream:worker_restarts", "Workers of this engine that took over", "worker_restarts"),
     ("slipstream:steps_starved", "Steps launched on an idle device, while there was work", "steps_starved"),
 )
 PER_POSITION = "vllm:spec_decode_num_accepted_tokens_per_pos"

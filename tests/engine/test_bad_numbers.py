@@ -14,7 +14,7 @@ PARAMS = SamplingParams(max_tokens=20, ignore_eos=True, temperature=0.0, logit_b
 
 @torch.inference_mode()
 def poison(core):
-    core._runner._tick._model.embed.weight_VH[POISON] = float("nan")
+    core._executor.runner._tick._model.embed.weight_VH[POISON] = float("nan")
 
 
 def prompts(count):

@@ -145,6 +145,11 @@ class Core:
     def has_work(self) -> bool:
         return self.left > 0
 
+    ears = ()
+
+    def check(self) -> None:
+        """There is no worker."""
+
     def add(self, requests) -> None:
         self.added += requests
         self.left = self.steps

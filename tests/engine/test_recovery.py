@@ -1,4 +1,4 @@
-"""An engine that dies or hangs is replaced, and nobody who waits for tokens can tell."""
+"""An engine or worker that dies or hangs is replaced, and nobody who waits for tokens can tell."""
 
 from __future__ import annotations
 
@@ -9,7 +9,6 @@ from collections.abc import AsyncGenerator, Iterator
 from typing import Any
 
 import pytest
-import torch
 from text_model import make_text_model
 
 from slipstream import (
@@ -20,14 +19,14 @@ from slipstream import (
     RequestOutputKind,
     SamplingParams,
 )
-from slipstream.contracts.errors import EngineMemoryError
+from slipstream.contracts.errors import CrashLoopError
 from slipstream.contracts.structured_outputs import StructuredOutputsParams
-from slipstream.engine import engine_process
-from slipstream.engine.steady_client import SteadyClient, Watchdog
+from slipstream.engine.faults import Losses, Watchdog
+from slipstream.engine.steady_client import SteadyClient
 
 SMALL = {
     "dtype": "float32", "max_model_len": 256, "max_num_seqs": 6, "max_num_batched_tokens": 48,
-    "num_gpu_blocks_override": 257, "engine_progress_timeout": 1.0,
+    "num_gpu_blocks_override": 257, "engine_progress_timeout": 1.0, "spare_processes": False,
 }  # fmt: skip
 PLAIN = SamplingParams(
     temperature=0, max_tokens=150, ignore_eos=True, output_kind=RequestOutputKind.DELTA, seed=5
@@ -73,21 +72,28 @@ def told(outputs: list[RequestOutput]) -> tuple[dict[int, Any], list[dict[int, f
     return samples, [{token: score.logprob for token, score in row.items()} for row in scores]
 
 
-async def run_all(llm: AsyncLLM, signals: list[int]) -> dict[str, Any]:
-    """Every request's outcome; the engine gets a signal after each 150 further tokens."""
-    due = list(signals)
+def restarts(llm: AsyncLLM) -> tuple[int, int]:
+    return llm.health.restarts, llm.health.worker_restarts
+
+
+async def run_all(llm: AsyncLLM, signals: list[tuple[str, int]]) -> dict[str, Any]:
+    """Every request's outcome; the engine or its worker gets a signal after each 150 further tokens."""
 
     async def disturb() -> None:
-        for number in due:
-            restarts, floor = llm.health.restarts, llm.stats.generation_tokens + 150
+        for name, number in signals:
+            before, floor = restarts(llm), llm.stats.generation_tokens + 150
             while llm.stats.generation_tokens < floor:
                 await asyncio.sleep(0.001)
-            os.kill(llm.engine_pid, number)
-            while llm.health.restarts == restarts:
+            os.kill(llm.engine_pid if name == "engine" else llm.stats.worker_pid, number)
+            while llm.health.ready:
+                await asyncio.sleep(0.001)
+            while not llm.health.ready:
                 await asyncio.sleep(0.01)
+            engines, workers = before
+            assert restarts(llm) == ((engines + 1, 0) if name == "engine" else (engines, workers + 1))
 
     runs = [collect(llm.generate(PROMPTS[name], params, name)) for name, params in REQUESTS.items()]
-    *outputs, _ = await asyncio.wait_for(asyncio.gather(*runs, disturb()), 60)
+    *outputs, _ = await asyncio.wait_for(asyncio.gather(*runs, disturb()), 120)
     while llm.stats.num_running:
         await asyncio.sleep(0.01)
     by_name = dict(zip(REQUESTS, outputs, strict=True))
@@ -98,7 +104,9 @@ async def run_all(llm: AsyncLLM, signals: list[int]) -> dict[str, Any]:
 def test_what_was_streamed_goes_on_as_if_nothing_had_happened(llm: AsyncLLM) -> None:
     undisturbed = asyncio.run(run_all(llm, []))
     assert [len(undisturbed[name][1]) for name in SCORED] == [300, len(PROMPTS["scored prompt"]) - 1]
-    disturbed = asyncio.run(run_all(llm, [signal.SIGKILL, signal.SIGSTOP]))
+    kill, stop = signal.SIGKILL, signal.SIGSTOP
+    signals = [("worker", kill), ("engine", kill), ("worker", stop), ("engine", stop)]
+    disturbed = asyncio.run(run_all(llm, signals))
     assert llm.health.restarts == 2 and llm.health.ready
     for name, expected in undisturbed.items():
         assert disturbed[name][0] == expected[0], name
@@ -133,10 +141,13 @@ def test_requests_that_come_while_no_engine_is_up_wait_for_the_next(llm: AsyncLL
 class Process:
     """A ProcessClient without a process: it dies when asked for news, as often as it is started."""
 
-    def __init__(self, args: EngineArgs, wait: bool) -> None:
-        self.args, self.ready, self.ended, self.progress, self.cpu_seconds = args, True, False, 0, 0.0
-        self.info: Any = type("Info", (), {"plan": {"device": {"value": "cpu"}}})
+    def __init__(self, args: EngineArgs, wait: bool, spare: bool) -> None:
+        self.ready, self.ended, self.progress, self.cpu_seconds, self.pid = True, False, 0, 0.0, 1
+        self.info: Any = type("Info", (), {"plan": {"device": {"value": "cpu"}}, "worker_pid": 2})
         self.polls = 0 if wait else 1
+
+    def begin(self, args: EngineArgs) -> None:
+        self.args = args
 
     def receive(self, timeout: float | None) -> None:
         self.polls -= 1
@@ -150,47 +161,47 @@ class Process:
         self.closed = True
 
 
-def test_engines_lost_in_a_row_without_a_token_are_the_end_with_the_reason() -> None:
-    start: Any = Process
-    client = SteadyClient(EngineArgs(model="m", max_engine_restarts=3), start)
+def lose(client: SteadyClient) -> int:
+    """Engines that took over until none did any more."""
     takeovers = 0
-    with pytest.raises(EngineDeadError, match=r"4 engines in a row .* the device is gone"):
-        for _ in range(100):
-            client.receive(0)
-            takeovers += client.tend(busy=True)
-    assert takeovers == client.restarts == 3
-    client.close()
-
-
-def test_after_a_step_without_memory_the_next_engine_computes_fewer_tokens_a_step() -> None:
-    started: list[int | None] = []
-
-    class Hungry(Process):
-        def __init__(self, args: EngineArgs, wait: bool) -> None:
-            super().__init__(args, wait)
-            started.append(args.max_num_batched_tokens)
-            tokens = args.max_num_batched_tokens
-            self.info.plan = {"device": {"value": "cpu"}, "max_num_batched_tokens": {"value": tokens},
-                              "max_num_seqs": {"value": 20}}  # fmt: skip
-
-        def receive(self, timeout: float | None) -> None:
-            if self.args.max_num_batched_tokens > 40:
-                raise EngineMemoryError("no memory")
-
-    start: Any = Hungry
-    client = SteadyClient(EngineArgs(model="m", max_num_batched_tokens=100), start)
-    for _ in range(20):
+    for _ in range(100):
         client.receive(0)
-        client.tend(busy=True)
-    assert started == [100, 50, 40] and client.up
+        takeovers += client.tend(busy=True)
+    return takeovers
+
+
+def test_engines_lost_in_a_row_without_a_token_are_the_end_with_the_reason() -> None:
+    make: Any = Process
+    client = SteadyClient(EngineArgs(model="m", max_engine_restarts=3), make)
+    with pytest.raises(EngineDeadError, match=r"4 engines in a row .* the device is gone"):
+        lose(client)
+    assert client.restarts == 3
     client.close()
 
 
-@pytest.mark.parametrize("error", [MemoryError(), RuntimeError("[enforce fail] DefaultCPUAllocator: can't "
-                                   "allocate memory: you tried"), torch.OutOfMemoryError("CUDA")])
-def test_an_engine_says_that_memory_was_its_end(error: Exception) -> None:
-    assert engine_process._failure(error).memory
-    assert not engine_process._failure(RuntimeError("anything else")).memory
+def test_an_engine_that_says_that_its_workers_are_lost_for_good_is_not_replaced() -> None:
+    class Hopeless(Process):
+        def receive(self, timeout: float | None) -> None:
+            raise CrashLoopError("4 workers in a row were lost")
+
+    make: Any = Hopeless
+    client = SteadyClient(EngineArgs(model="m", max_engine_restarts=3), make)
+    with pytest.raises(EngineDeadError, match="4 workers in a row were lost"):
+        lose(client)
+    assert client.restarts == 0
+    client.close()
+
+
+def test_a_loss_that_is_explained_is_excused_as_often_as_others_are() -> None:
+    losses = Losses("workers", 1)
+    losses.lost("a request", False, explained=True)
+    losses.lost("who knows", False)
+    with pytest.raises(CrashLoopError, match="2 workers in a row"):
+        losses.lost("another request", False, explained=True)
+    losses.started()
+    losses.fruitful = True
+    losses.lost("who knows", False)
+    losses.lost("a request", False, explained=True)
 
 
 def test_only_what_stands_still_while_requests_are_live_is_stuck() -> None:

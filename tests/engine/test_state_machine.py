@@ -64,7 +64,7 @@ class Engine(RuleBasedStateMachine):
     def __init__(self):
         super().__init__()
         self.core = core_for()
-        self.scheduler, self.runner = self.core.scheduler, self.core._runner
+        self.scheduler, self.runner = self.core.scheduler, self.core._executor.runner
         self.flight: deque = deque()
         self.out: dict[int, Collected] = {}
         self.asked: dict[int, tuple] = {}
@@ -169,7 +169,7 @@ def test_the_padding_row_and_the_null_block_are_written_by_dead_lanes_only():
     rng = np.random.default_rng(0)
     requests = [make_request(core, key, rng.integers(3, 31, 9).tolist(), params_of(0, 8)) for key in range(9)]
     run(core, requests)
-    table = core._runner.table
+    table = core._executor.runner.table
     assert int(table.columns["alive"][table.padding_row]) == 0
     assert int(table.columns["length"][table.padding_row]) == 0
     assert table.columns["blocks"][table.padding_row].eq(0).all()

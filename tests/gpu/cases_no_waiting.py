@@ -65,7 +65,7 @@ def test_no_step_waits_for_the_device(model, kind, load):
 
 def test_what_graphs_read_and_write_never_moves(model):
     core = make_core(model, max_num_seqs=16)
-    runner = core._runner
+    runner = core._executor.runner
 
     def addresses():
         tick = runner._tick

@@ -18,7 +18,7 @@ def test_tritons_attention_gives_the_tokens_of_torchs(tmp_path):
         core = make_core(
             model, model_runner="v1", attention_backend=backend, max_num_batched_tokens=20, **small
         )
-        assert core._runner.runner._attention.name == backend
+        assert core._executor.runner.runner._attention.name == backend
         requests = [
             make_request(core, key, prompt, SamplingParams(max_tokens=6, ignore_eos=True, **kind), key)
             for key, (prompt, kind) in enumerate(zip(prompts, kinds, strict=True))

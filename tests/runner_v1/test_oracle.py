@@ -150,15 +150,15 @@ def test_the_old_runner_agrees_after_preemption_and_prefix_hits_too(model, expec
 def test_lanes_of_requests_that_have_ended_change_nothing(model, expected):
     """Three steps are planned before a result is read, so plans name rows whose request has ended."""
     core = core_of(model, "v1")
-    core._depth, step, dead = 3, core._runner.step, []
-    live_requests = core._runner.runner._requests
+    core._depth, step, dead = 3, core._executor.runner.step, []
+    live_requests = core._executor.runner.runner._requests
 
     def watched(plan):
         kept = set(plan.lane_row.tolist()) - {admission.row for admission in plan.admissions}
         dead.extend(row for row in kept if live_requests[row].finish)
         return step(plan)
 
-    core._runner = SimpleNamespace(step=watched, close=core._runner.close)
+    core._executor.runner = SimpleNamespace(step=watched, close=core._executor.runner.close)
     assert_alike(answer(core), expected)
     assert len(dead) >= 30
 

@@ -2,11 +2,13 @@
 without overlap."""
 
 import json
+import os
+import signal
 
 import numpy as np
 import pytest
 import torch
-from harness import make_core, make_request, run
+from harness import Collected, collect, make_core, make_request, run
 
 from slipstream.contracts.sampling_params import SamplingParams
 from slipstream.contracts.step import Finish
@@ -52,7 +54,7 @@ class Twins:
 def test_every_result_is_that_of_the_new_runner_for_the_same_plan(tiny_model):
     core = make_core(tiny_model("qwen3"), model_runner="v1", **TIGHT)
     other = make_core(tiny_model("qwen3"), model_runner="v2", async_scheduling=False, **TIGHT)
-    core._runner = twins = Twins(core._runner, other._runner)
+    core._executor.runner = twins = Twins(core._executor.runner, other._executor.runner)
     rng = np.random.default_rng(4)
     kinds = (
         dict(temperature=0.0, logprobs=2),
@@ -80,7 +82,8 @@ def test_a_row_of_bad_numbers_fails_alone_and_its_blocks_harm_nobody(tiny_model)
     args = dict(model_runner="v1", num_gpu_blocks_override=13, max_num_seqs=4)
     clean, core = (make_core(tiny_model("llama"), **args) for _ in range(2))
     with torch.inference_mode():
-        runner = getattr(core._runner, "runner", core._runner)  # a CPU has it behind a thread
+        built = core._executor.runner
+        runner = getattr(built, "runner", built)  # a CPU has it behind a thread
         runner._model.embed.weight_VH[POISON] = float("nan")
     expected = run(clean, [make_request(clean, key, prompt, params) for key, prompt in enumerate(prompts)])
     requests = []
@@ -129,3 +132,26 @@ def test_a_pool_without_room_for_one_request_is_refused_at_start(tiny_model):
         make_core(
             tiny_model("llama"), model_runner="v1", num_gpu_blocks_override=None, kv_cache_memory_bytes=100
         )
+
+
+def test_it_computes_in_a_worker_too_and_requests_outlive_that(tiny_model):
+    params = SamplingParams(temperature=0.9, max_tokens=30, ignore_eos=True)
+    found = []
+    for backend in ("uni", "mp"):
+        args = {"model_runner": "v1", "distributed_executor_backend": backend, **TIGHT}
+        core = make_core(tiny_model("llama"), **args)
+        asked = [make_request(core, key, [5, 6, 7 + key], params, seed=key) for key in range(8)]
+        if backend == "mp":
+            core.add(asked[:4])
+            asked, early = asked[4:], {request.key: Collected() for request in asked[:4]}
+            for _ in range(10):
+                collect(core.step(), early)
+            os.kill(core._executor.pid, signal.SIGKILL)
+            while core.scheduler.num_running or core.scheduler.num_waiting:
+                collect(core.step(), early)
+            assert core._executor.restarts == 1
+            found.append({key: one.tokens for key, one in early.items()})
+        found.append({key: one.tokens for key, one in run(core, asked).items()})
+        core.close()
+    alone, early, late = found
+    assert early | late == alone

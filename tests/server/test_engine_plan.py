@@ -14,8 +14,7 @@ from scripted import LIMITS, ByteTokenizer, ScriptedEngine
 from slipstream.cli.main import main
 from slipstream.config.args import EngineArgs
 from slipstream.engine.client import EngineInfo
-from slipstream.engine.core import EngineCore
-from slipstream.engine.plan import make_plan
+from slipstream.engine.open_core import open_core
 from slipstream.server.app import build_app
 from slipstream.server.options import ServerOptions
 
@@ -46,7 +45,7 @@ def test_an_engine_logs_and_tells_what_explain_says(
     assert main([*argv, "--num-gpu-blocks-override", "65"]) == 0
     said = json.loads(capsys.readouterr().out)
     with caplog.at_level("INFO", "slipstream.engine"):
-        core = EngineCore(make_plan(EngineArgs(model=str(model), **FLAGS)))
+        core = open_core(EngineArgs(model=str(model), **FLAGS), lambda: None)
     core.close()
     told = json.loads(json.dumps({**core.info.plan, "vllm_0_31": core.info.vllm_0_31}))
     assert told.pop("linear")["value"]

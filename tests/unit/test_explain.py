@@ -42,6 +42,7 @@ OTHER_VALUES = {
     "--no-async-scheduling": "",
     "--max-steps-in-flight": "3",
     "--scheduling-policy": "priority",
+    "--distributed-executor-backend": "uni",
     "--enforce-eager": "",
     "--cuda-graph-sizes": "1 4",
     "--attention-backend": "torch",
@@ -208,7 +209,8 @@ def test_flags_listed_as_without_effect_have_none(explain: Explain) -> None:
               "--ssl-cert-reqs": "2", "--ssl-ciphers": "x", "--allowed-origins": '["a"]',
               "--allowed-methods": '["GET"]', "--allowed-headers": '["a"]', "--allow-credentials": "",
               "--tool-call-parser": "hermes", "--enable-auto-tool-choice": "", "--reasoning-parser": "qwen3",
-              "--engine-progress-timeout": "5", "--max-engine-restarts": "7"}
+              "--engine-progress-timeout": "5", "--max-engine-restarts": "7",
+              "--no-spare-processes": ""}
     assert documented() == values.keys()
     base = explain().plan
     for flag, value in values.items():

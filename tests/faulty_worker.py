@@ -1,0 +1,68 @@
+"""A worker process with a fault, for tests: python -m faulty_worker. FAULT in the environment says which:
+
+poison: it is killed in any step that computes a request with the token POISON; hungry: a step of more tokens
+than FITS, or with POISON, finds too little memory; doomed: it is killed in every step; broken: every step
+raises.
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+import sys
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+from slipstream.engine import worker_process
+
+POISON, FITS = 77, 48
+
+
+def watch(runner: Any, fault: Callable[[Any, set[int]], None]) -> None:
+    """fault: called before each step with its plan and the rows of poisoned requests."""
+    step, poisoned = runner.step, set()
+
+    def watched(plan: Any) -> Any:
+        for admission in plan.admissions:
+            bad = POISON in admission.request.prompt_token_ids
+            (poisoned.add if bad else poisoned.discard)(admission.row)
+        fault(plan, poisoned & set(plan.lane_row.tolist()))
+        return step(plan)
+
+    runner.step = watched
+
+
+def die() -> None:
+    os.kill(os.getpid(), signal.SIGKILL)
+
+
+def poison(plan: Any, rows: set[int]) -> None:
+    if rows:
+        die()
+
+
+def hungry(plan: Any, rows: set[int]) -> None:
+    if rows or plan.lane_query_len.sum() > FITS:
+        raise torch.OutOfMemoryError("CUDA out of memory, as it were")
+
+
+def doomed(plan: Any, rows: set[int]) -> None:
+    die()
+
+
+def broken(plan: Any, rows: set[int]) -> None:
+    raise RuntimeError("the device fell off")
+
+
+if __name__ == "__main__":
+    build = worker_process.build_runner
+
+    def build_with_fault(plan: Any) -> Any:
+        built = build(plan)
+        watch(built.runner, globals()[os.environ["FAULT"]])
+        return built
+
+    worker_process.build_runner = build_with_fault
+    sys.exit(worker_process.main())
