@@ -1,7 +1,8 @@
-"""Bodies drawn from the server's own OpenAPI schema, then bent: no answer is a 5xx, no stream just ends, no
-row stays.
+"""Bodies drawn from the server's own OpenAPI schema, some of them constrained, then bent: no answer is a 5xx,
+no stream just ends, no row stays.
 
-SLIPSTREAM_FUZZ_EXAMPLES sets the number of bodies (10,000 before a release).
+SLIPSTREAM_FUZZ_EXAMPLES sets the number of bodies (50,000 before a release), SLIPSTREAM_FUZZ_BACKEND the
+library of grammars.
 """
 
 from __future__ import annotations
@@ -15,10 +16,12 @@ from typing import Any
 
 import httpx
 import pytest
+from constraint_parts import CONSTRAINTS
 from hypothesis import HealthCheck, Phase, given, settings
 from hypothesis import strategies as st
 from live import Live, wait_for
 from real import real_server
+from schemas import SCHEMAS
 from text_model import VOCAB, make_text_model
 
 from slipstream.server.options import ServerOptions
@@ -33,6 +36,7 @@ BODIES = {
     "/tokenize": ("TokenizeBody", 1),
     "/detokenize": ("DetokenizeBody", 1),
 }
+GRAMMARS = {"backend": os.environ.get("SLIPSTREAM_FUZZ_BACKEND", "auto"), "compile_timeout": 2}
 STREAMED = ("/v1/completions", "/v1/chat/completions", "/v1/responses")
 READ = ServerOptions(tool_call_parser="hermes", enable_auto_tool_choice=True, reasoning_parser="qwen3")
 EDGES = [
@@ -96,7 +100,8 @@ Schema = dict[str, Any]
 
 @pytest.fixture(scope="module")
 def real(tiny_model: Callable[..., Path]) -> Iterator[Live]:
-    with real_server(make_text_model(tiny_model), READ, scheduling_policy="priority") as live:
+    flags: dict[str, Any] = {"scheduling_policy": "priority", "structured_outputs_config": GRAMMARS}
+    with real_server(make_text_model(tiny_model), READ, **flags) as live:
         yield live
 
 
@@ -164,23 +169,53 @@ def of_object(schema: Schema, all_of: Schema) -> st.SearchStrategy[Any]:
     )
 
 
+# Half of them are right.
+CONSTRAINED = st.sampled_from([
+    {"json": SCHEMAS["weather call"]}, {"json": json.dumps(SCHEMAS["tree"])}, {"json_object": True},
+    {"regex": "(ab|cd)+"}, {"choice": ["yes", "no", "caf\u00e9"]}, {"grammar": 'root ::= ("<" [ab] ">")+'},
+    {"grammar": 'start: "p" /q|r/'},
+    {"structural_tag": json.dumps({"structures": [
+        {"begin": "<f>", "schema": {"type": "integer"}, "end": "</f>"}], "triggers": ["<f>"]})},
+]) | CONSTRAINTS  # fmt: skip
+
+
+def constrained(path: str) -> st.SearchStrategy[dict[str, Any]]:
+    """Fields that constrain an answer, in each endpoint's words."""
+
+    def as_fields(constraint: dict[str, Any], name: str) -> dict[str, Any]:
+        schema = {"name": "x", "schema": constraint.get("json", {})}
+        tool = {"name": "f", "parameters": constraint.get("json", {})}
+        if path == "/v1/responses":
+            asked: dict[str, Any] = {"text": {"format": {"type": "json_schema"} | schema}}
+            tool, answer = {"type": "function"} | tool, asked
+        else:
+            answer = {"response_format": {"type": "json_schema", "json_schema": schema}}
+            asked, tool = {"structured_outputs": constraint}, {"type": "function", "function": tool}
+        forced = {"tools": [tool], "tool_choice": name} if path != "/v1/completions" else asked
+        return {"plain": asked, "answer": answer}.get(name, forced)
+
+    return st.builds(as_fields, CONSTRAINED, st.sampled_from(["plain", "answer", "required", "auto", "none"]))
+
+
 def bodies(path: str, all_of: Schema) -> st.SearchStrategy[str]:
     """JSON texts: fields by the schema, a few of them bent, and now and then the text itself."""
     name, _ = BODIES[path]
     fields = sorted(all_of[name]["properties"])
 
-    valid, bent = of_object(all_of[name], all_of), junk()
+    valid, bent, held = of_object(all_of[name], all_of), junk(), constrained(path)
 
     @st.composite
     def body(draw: Any) -> str:
         value = draw(valid)
         if draw(st.integers(0, 3)):
             value |= draw(st.sampled_from(PLAIN[path]))
+        if path in STREAMED and draw(st.integers(0, 3)) == 0:
+            value |= draw(held) | draw(st.sampled_from(PLAIN[path][:2]))
         for _ in range(draw(st.sampled_from([0, 0, 0, 1, 2]))):
             value[draw(st.sampled_from(fields) | st.sampled_from(TEXTS))] = draw(bent)
         if draw(st.integers(0, 9)):
             value.pop("model", None)
-        if path in STREAMED and draw(st.integers(0, 19)):
+        if path in STREAMED and draw(st.integers(0, 19)) < 19:
             most = "max_output_tokens" if path == "/v1/responses" else "max_tokens"
             value.setdefault(most, draw(st.integers(0, 8)))
         text = json.dumps(value)
