@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from types import SimpleNamespace
 
 import numpy as np
 import torch
@@ -13,7 +14,6 @@ from slipstream.contracts.sampling_params import SamplingParams
 from slipstream.contracts.step import Admission
 from slipstream.kernels.backend import Arg, jit_with, tl
 from slipstream.kernels.noise import lane_key, lane_keys, mix_word, noise_bits, token_cost
-from slipstream.rows.columns import LEGAL
 from slipstream.rows.table import RowTable
 from slipstream.sampling.pipeline import Pipeline, SampledTokens, default_features
 from slipstream.sampling.protocol import Feature, SampleBatch
@@ -62,7 +62,8 @@ KINDS = [
 
 @dataclass
 class Row:
-    """A request as a test names it. legal: tokens that a grammar leaves; None without one."""
+    """A request as a test names it. legal: tokens that a grammar leaves, next and after each draft; None
+    without one."""
 
     params: SamplingParams = field(default_factory=SamplingParams)
     prompt: Sequence[int] = (1, 2, 3)
@@ -70,15 +71,18 @@ class Row:
     seed: int = 0
     end_ids: tuple[int, ...] = ()
     bad_words: tuple[tuple[int, ...], ...] = ()
-    legal: tuple[int, ...] | None = None
+    legal: tuple[tuple[int, ...], ...] | None = None
 
     @property
     def tokens(self) -> list[int]:
         return [*self.prompt, *self.output]
 
 
-def make_row(prompt=(1, 2, 3), output=(), seed=0, end_ids=(), bad_words=(), legal=None, **params) -> Row:
-    return Row(SamplingParams(max_tokens=None, **params), prompt, output, seed, end_ids, bad_words, legal)
+def make_row(
+    prompt=(1, 2, 3), output=(), seed=0, end_ids=(), bad_words=(), legal=None, legal_later=(), **params
+) -> Row:
+    places = None if legal is None else (legal, *legal_later)
+    return Row(SamplingParams(max_tokens=None, **params), prompt, output, seed, end_ids, bad_words, places)
 
 
 def make_pipeline(
@@ -122,10 +126,15 @@ def make_batch(pipeline: Pipeline, rows: Sequence[Row], device: torch.device = C
         writer.scalar("features", used[-1])
         writer.commit()
         if row.legal is not None:
-            bits = np.zeros(32 * table.columns[LEGAL].shape[1], np.uint8)
-            bits[list(row.legal)] = 1
-            mask = np.packbits(bits, bitorder="little").view(np.int32)
-            table.constrain(np.array([number], np.int32), mask[None], np.array([number], np.int32))
+            bits = np.zeros((len(row.legal), 32 * max(2, -(-pipeline._vocab_size // 32))), np.uint8)
+            for place, legal in enumerate(row.legal):
+                bits[place, list(legal)] = 1
+            masks = np.packbits(bits, axis=1, bitorder="little").view(np.int32)
+            drafts = np.full((1, len(row.legal) - 1), 5, np.int32)
+            table.constrain(SimpleNamespace(
+                legal_row=np.array([number], np.int32), legal=masks[None], legal_drafts=drafts,
+                legal_length=np.array([len(tokens)], np.int32), admissions=[SimpleNamespace(row=number)],
+            ))  # fmt: skip
     table.flush().apply(table.arena)
     row_N = torch.tensor(row_of_lane, device=device)
     lanes = {
@@ -191,7 +200,7 @@ def legal_probabilities(row, logits: np.ndarray) -> np.ndarray:
     temperature, min_p, top_k, top_p."""
     x, params, ids = logits.astype(np.float64), row.params, np.arange(len(logits))
     if row.legal is not None:
-        x[~np.isin(ids, row.legal)] = -np.inf
+        x[~np.isin(ids, row.legal[0])] = -np.inf
     if params.allowed_token_ids is not None:
         x[~np.isin(ids, params.allowed_token_ids)] = -np.inf
     for token, bias in (params.logit_bias or {}).items():

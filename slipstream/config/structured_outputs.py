@@ -75,8 +75,8 @@ def structured_outputs_choice(args: EngineArgs) -> Choice:
         return Choice(value={"backend": NONE}, reason="llguidance is not installed", flag=FLAG)
     reason = (
         f"{PACKAGES[config.backend]}: masks are computed on the host while other rows' steps run; a "
-        "constrained row waits for its own mask and takes part in the next step after that; it verifies no "
-        "drafts"
+        "constrained row waits for its own mask and takes part in the next step after that; its drafts are "
+        "what the grammar forces"
     )
     return Choice(value=asdict(config), reason=reason, flag=FLAG)
 

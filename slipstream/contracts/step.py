@@ -1,7 +1,8 @@
 """The plan that the scheduler sends the runner for a step, and the result that comes back. Only changes
 travel.
 
-Legend: L lanes of the step, Q tokens a decode lane may produce (1, or 1 + drafts), K top logprobs.
+Legend: L lanes of the step, Q tokens a decode lane may produce (1, or 1 + drafts), K top logprobs, M
+constrained rows, P places of a row that have masks, W words of 32 tokens.
 """
 
 from __future__ import annotations
@@ -21,7 +22,17 @@ def empty_i32() -> Array:
 
 
 def no_masks() -> Array:
+    return np.empty((0, 1, 0), np.int32)
+
+
+def no_drafts() -> Array:
     return np.empty((0, 0), np.int32)
+
+
+def mask_places(drafts: int) -> int:
+    """Masks of a constrained row in a step that verifies so many drafts: few, since each has a bit a
+    token."""
+    return 1 + min(drafts, 4)
 
 
 def draft_limits(most: int) -> tuple[int, ...]:
@@ -71,8 +82,10 @@ class StepPlan:
     len_bound: the most KV positions that any lane may hold after this step (host bound).
     draft_tokens: drafts that a decode lane verifies at most; 0 is a plain step, whatever drafts rows hold.
     draft_room: drafts that all decode lanes verify together at most; lanes are served in their order.
-    legal_row: int32 [M], the rows that sample under a constraint; they verify no drafts. legal: int32
-        [M, W], the tokens that each may sample, bit t % 32 of word t // 32.
+    legal_row: int32 [M], the rows that sample under a constraint. legal: int32 [M, P, W], the tokens that
+        each may sample, bit t % 32 of word t // 32: next, and after each of its drafts. legal_drafts: int32
+        [M, P - 1], what the row drafts instead of anything that a drafter left in it; -1 after the last.
+        legal_length: int32 [M], tokens in the row.
     """
 
     step: int
@@ -92,6 +105,8 @@ class StepPlan:
     draft_room: int = 0
     legal_row: Array = field(default_factory=empty_i32)
     legal: Array = field(default_factory=no_masks)
+    legal_drafts: Array = field(default_factory=no_drafts)
+    legal_length: Array = field(default_factory=empty_i32)
 
     def fresh_blocks(self) -> Array:
         """int32, new blocks that will be read half full: a prompt's last one, and those granted for

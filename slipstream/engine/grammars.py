@@ -8,6 +8,7 @@ from typing import Protocol
 from slipstream.config.plan import EnginePlan
 from slipstream.config.structured_outputs import DECISION, NONE
 from slipstream.contracts.request import EngineRequest
+from slipstream.contracts.step import mask_places
 from slipstream.scheduler.constrained import Constraints, NoConstraints
 from slipstream.text.tokenizer import load_tokenizer
 
@@ -73,4 +74,8 @@ def make_grammars(plan: EnginePlan) -> EngineGrammars:
     from slipstream.grammar.matchers import Grammars
 
     spec, path = plan.spec, plan.args.tokenizer or plan.args.model
-    return Grammars(Compiler(backend, lambda: load_tokenizer(path), spec.vocab_size, spec.end_token_ids))
+    # The old runner has one mask a row.
+    speculation = None if plan.model_runner == "v1" else plan.speculation
+    places = 1 if speculation is None else mask_places(speculation.num_speculative_tokens)
+    compiler = Compiler(backend, lambda: load_tokenizer(path), spec.vocab_size, spec.end_token_ids)
+    return Grammars(compiler, places)

@@ -22,7 +22,7 @@ from slipstream.grammar.form import (
     read_schema,
     read_tags,
 )
-from slipstream.grammar.library import Start
+from slipstream.grammar.library import Matcher, Start
 from slipstream.text.parsers.reasoning import CLOSE, OPEN
 from slipstream.text.tokenizer import Tokenizer
 
@@ -66,6 +66,13 @@ class _Matcher:
     def fill(self, mask: Array) -> None:
         self._matcher.unsafe_compute_mask_ptr(mask.ctypes.data, self._mask_bytes)
         _check(self._matcher)
+
+    def forced(self) -> Sequence[int]:
+        forced: list[int] = self._matcher.compute_ff_tokens()
+        return forced
+
+    def fork(self) -> Matcher:
+        return _Matcher(self._matcher.deep_copy(), self._mask_bytes)
 
 
 def _check(matcher: LLMatcher) -> None:

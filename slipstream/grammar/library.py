@@ -24,6 +24,15 @@ class Matcher(Protocol):
         """The tokens that may come next. mask: int32 [num_words], contiguous."""
         ...
 
+    def forced(self) -> Sequence[int]:
+        """Tokens of a text that must come next, as the tokenizer would have it; empty where there is a
+        choice."""
+        ...
+
+    def fork(self) -> Matcher:
+        """Another one at the same place."""
+        ...
+
 
 # Makes a matcher at the start of its grammar.
 Start = Callable[[], Matcher]

@@ -24,12 +24,14 @@ Array = np.ndarray
 
 @dataclass(slots=True, eq=False)
 class Matched:
-    """A constrained request. length: of its output so far. ends: int64, ids that end it. mask: what may come
-    next, unless busy. error: why there is no mask."""
+    """A constrained request. length: of its output so far. ends: int64, ids that end it. masks: int32 [P, W],
+    unless busy what may come next, and after each of drafts, which the grammar forces. error: why there are
+    none."""
 
     request: EngineRequest
-    mask: Array
+    masks: Array
     ends: Array
+    drafts: list[int] = field(default_factory=list)
     matcher: Matcher | None = None
     length: int = 0
     busy: bool = True
@@ -47,10 +49,10 @@ class _Work:
 
 class Grammars:
     """See scheduler/constrained.py's Constraints; requests come in by open and go on to the scheduler once
-    take_opened names them. One thread calls it."""
+    take_opened names them. places: masks of a request; all but one are for drafts. One thread calls it."""
 
-    def __init__(self, compiler: Compiler) -> None:
-        self._compiler = compiler
+    def __init__(self, compiler: Compiler, places: int = 1) -> None:
+        self._compiler, self._places = compiler, places
         self._live: dict[int, Matched] = {}
         self._num_busy = self._num_opening = 0
         self._pool = ThreadPoolExecutor(WORKERS, thread_name_prefix="masks")
@@ -68,7 +70,8 @@ class Grammars:
     def open(self, request: EngineRequest) -> None:
         """Begin to compile."""
         ends = np.array(request.end_token_ids, np.int64)
-        state = Matched(request, np.zeros(self._compiler.num_words, np.int32), ends)
+        masks = np.zeros((self._places, self._compiler.num_words), np.int32)
+        state = Matched(request, masks, ends)
         self._live[request.key] = state
         self._num_busy += 1
         self._num_opening += 1
@@ -100,8 +103,12 @@ class Grammars:
     def ready(self, key: int) -> bool:
         return not self._live[key].busy
 
-    def legal(self, keys: Sequence[int]) -> Array:
-        return np.stack([self._live[key].mask for key in keys])
+    def legal(self, keys: Sequence[int], drafts: int) -> tuple[Array, Array]:
+        states, most = [self._live[key] for key in keys], min(drafts, self._places - 1)
+        forced = np.full((len(keys), most), -1, np.int32)
+        for place, state in enumerate(states):
+            forced[place, : len(state.drafts)] = state.drafts[:most]
+        return np.stack([state.masks[: 1 + most] for state in states]), forced
 
     def advance(self, keys: Sequence[int], tokens: Sequence[Sequence[int]]) -> None:
         states = [self._live[key] for key in keys]
@@ -150,13 +157,25 @@ class Grammars:
             return
         try:
             state.matcher.consume(tokens)
-            state.matcher.fill(state.mask)
+            state.matcher.fill(state.masks[0])
+            state.drafts = _look_ahead(state) if self._places > 1 else []
         # Whatever it is, it ends this request alone.
         except Exception as error:
             state.error = f"{FIELD}: {error}"
         state.length += len(tokens)
-        if state.length < state.request.params.min_tokens:
-            _without_ends(state.mask, state.ends)
+        for mask in state.masks[: max(state.request.params.min_tokens - state.length, 0)]:
+            _without_ends(mask, state.ends)
+
+
+def _look_ahead(state: Matched) -> list[int]:
+    """What the grammar forces, as far as there is room for the masks after it."""
+    assert state.matcher is not None
+    forced = state.matcher.forced()[: len(state.masks) - 1]
+    ahead = state.matcher.fork() if forced else state.matcher
+    for place, token in enumerate(forced, start=1):
+        ahead.consume([token])
+        ahead.fill(state.masks[place])
+    return list(forced)
 
 
 def _without_ends(mask: Array, ends: Array) -> None:

@@ -9,7 +9,7 @@ from collections.abc import Callable, Sequence
 from typing import Any, TypeVar
 
 import numpy as np
-from xgrammar import CompiledGrammar, Grammar, GrammarCompiler, GrammarMatcher, TokenizerInfo, VocabType
+from xgrammar import Grammar, GrammarCompiler, GrammarMatcher, TokenizerInfo, VocabType
 
 from slipstream.config.structured_outputs import StructuredOutputsConfig
 from slipstream.contracts.limits import MAX_GRAMMAR_CHARS
@@ -24,7 +24,7 @@ from slipstream.grammar.form import (
     read_schema,
     read_tags,
 )
-from slipstream.grammar.library import Start
+from slipstream.grammar.library import Matcher, Start
 from slipstream.text.parsers.reasoning import CLOSE, OPEN
 from slipstream.text.tokenizer import Tokenizer
 
@@ -59,12 +59,12 @@ class XGrammar:
 
     def compile(self, text: str) -> Start:
         compiled = _said(lambda: self._compiler.compile_grammar(Grammar.deserialize_json(text)))
-        return lambda: _Matcher(compiled, self._num_words)
+        return lambda: _Matcher(GrammarMatcher(compiled), self._num_words)
 
 
 class _Matcher:
-    def __init__(self, compiled: CompiledGrammar, num_words: int) -> None:
-        self._matcher, self._num_words = GrammarMatcher(compiled), num_words
+    def __init__(self, matcher: GrammarMatcher, num_words: int) -> None:
+        self._matcher, self._num_words = matcher, num_words
 
     def consume(self, tokens: Sequence[int]) -> None:
         for token in tokens:
@@ -73,6 +73,12 @@ class _Matcher:
 
     def fill(self, mask: Array) -> None:
         _said(lambda: self._matcher.fill_next_token_bitmask(mask[: self._num_words]))
+
+    def forced(self) -> Sequence[int]:
+        return _said(self._matcher.find_jump_forward_tokens)
+
+    def fork(self) -> Matcher:
+        return _Matcher(self._matcher.fork(), self._num_words)
 
 
 def _said(call: Callable[[], T]) -> T:

@@ -56,6 +56,17 @@ class EditLanes:
         return self.row_N, self.alive_R, self.features_R, self.alive_R.stride(0), self.bit
 
 
+@dataclass(frozen=True, slots=True)
+class MaskPlaces:
+    """Rows with a mask for each of `count` places, of which a lane takes that of length_N - length_R.
+    length_N: int32 [N], tokens before the sampled one; length_R: int32, tokens in the row, of the other
+    columns' stride."""
+
+    count: int
+    length_N: Tensor
+    length_R: Tensor
+
+
 def copy_rows(logits_NV: Tensor) -> tuple[Tensor, Tensor]:
     """A contiguous float32 copy of logits (float32 or bfloat16, a row's elements adjacent), and the sums of
     its pieces, float32 [N, C], which tell whether a row was finite before it was edited."""
@@ -73,15 +84,21 @@ def copy_rows(logits_NV: Tensor) -> tuple[Tensor, Tensor]:
     return copy_NV, sum_NC
 
 
-def allow_rows(logits_NV: Tensor, lanes: EditLanes, mask_RW: Tensor) -> None:
-    """-inf for every token whose bit is 0: allow_only on the rows that use it."""
+def allow_rows(
+    logits_NV: Tensor, lanes: EditLanes, mask_RW: Tensor, places: MaskPlaces | None = None
+) -> None:
+    """-inf for every token whose bit is 0: allow_only on the rows that use it. W: words of all places."""
     lanes.check(logits_NV)
     count, vocab = logits_NV.shape
-    if mask_RW.dtype != torch.int32 or mask_RW.shape[1] * 32 < vocab:
+    held = MaskPlaces(1, lanes.row_N, lanes.alive_R) if places is None else places
+    words = mask_RW.shape[1] // held.count
+    if mask_RW.dtype != torch.int32 or words * 32 < vocab:
         raise ValueError("the mask must be int32 and have a bit for every token")
+    if held.length_N.shape != (count,) or held.length_R.stride(0) != lanes.alive_R.stride(0):
+        raise ValueError("every lane needs its length, and columns of a row one stride")
     _allow_kernel[(ceil_div(vocab, PIECE), count)](
-        logits_NV, *lanes.args(), mask_RW, mask_RW.stride(0), VOCAB=vocab, PIECE=PIECE,
-        **pdl_options(logits_NV), num_warps=4,
+        logits_NV, *lanes.args(), mask_RW, mask_RW.stride(0), held.length_N.contiguous(), held.length_R,
+        VOCAB=vocab, PIECE=PIECE, PLACES=held.count, WORDS=words, **pdl_options(logits_NV), num_warps=4,
     )  # fmt: skip
 
 
@@ -179,15 +196,19 @@ def _copy_kernel(
 @jit_with(do_not_specialize=("row_stride", "bit"))
 def _allow_kernel(
     logits: Arg, rows: Arg, alive: Arg, features: Arg, row_stride: Arg, bit: Arg,
-    masks: Arg, mask_stride: Arg,
-    VOCAB: tl.constexpr, PIECE: tl.constexpr, PDL: tl.constexpr,
+    masks: Arg, mask_stride: Arg, lengths: Arg, row_lengths: Arg,
+    VOCAB: tl.constexpr, PIECE: tl.constexpr, PLACES: tl.constexpr, WORDS: tl.constexpr, PDL: tl.constexpr,
 ) -> None:
     lane = tl.program_id(1).to(tl.int64)
     token = tl.program_id(0) * PIECE + tl.arange(0, PIECE)
     pdl_begin(PDL)
     row, used = _uses(lane, rows, alive, features, row_stride, bit)
     if used:
-        word = tl.load(masks + row * mask_stride + token // 32, mask=token < VOCAB, other=-1)
+        start = masks + row * mask_stride
+        if PLACES > 1:
+            place = tl.load(lengths + lane) - tl.load(row_lengths + row * row_stride)
+            start += tl.minimum(tl.maximum(place, 0), PLACES - 1) * WORDS
+        word = tl.load(start + token // 32, mask=token < VOCAB, other=-1)
         clear = ((word >> (token % 32)) & 1) == 0
         tl.store(logits + lane * VOCAB + token, float("-inf"), mask=clear & (token < VOCAB))
 

@@ -15,7 +15,7 @@ import numpy as np
 import torch
 
 from slipstream.contracts import limits
-from slipstream.contracts.step import Admission
+from slipstream.contracts.step import Admission, StepPlan
 from slipstream.rows.columns import LEGAL, Column
 from slipstream.rows.doors import InDoor, StagedWrites
 
@@ -159,14 +159,18 @@ class RowTable:
         """blocks[row, index] = block for each of the int32 arrays' entries."""
         self._door.cells(self._offset["blocks"] + rows.astype(np.int64) * self.max_blocks + index, blocks)
 
-    def constrain(self, rows: Array, legal_MW: Array, fresh: Array) -> None:
-        """What rows may sample in the next step; drafts that stand in them are void. fresh: rows whose
-        admission is in the same flush."""
-        for row, words in zip(rows.tolist(), legal_MW, strict=True):
-            self.stage_list(row, self._column[LEGAL], words, 0)
-        old = np.setdiff1d(rows, fresh)
-        places = old.astype(np.int64) * len(self._scalars) + self._slot_of["draft_count"]
-        self._door.cells(places, np.zeros(len(old), np.int32))
+    def constrain(self, plan: StepPlan) -> None:
+        """What rows may sample in the next step, and their drafts in place of those that stand in them. A row
+        that this plan admits has none, as its record says."""
+        rows, counts = plan.legal_row, (plan.legal_drafts >= 0).sum(1, dtype=np.int32)
+        for row, legal_PW in zip(rows.tolist(), plan.legal, strict=True):
+            self.stage_list(row, self._column[LEGAL], legal_PW.reshape(-1), 0)
+        for lane in np.flatnonzero(counts).tolist():
+            drafts = plan.legal_drafts[lane, : counts[lane]]
+            self.stage_list(int(rows[lane]), self._column["tokens"], drafts, int(plan.legal_length[lane]))
+        old = ~np.isin(rows, [admission.row for admission in plan.admissions])
+        places = rows[old].astype(np.int64) * len(self._scalars) + self._slot_of["draft_count"]
+        self._door.cells(places, counts[old])
 
     def set_lanes(self, name: str, values: Array) -> None:
         """Write one lane array from its start (int32)."""

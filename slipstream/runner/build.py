@@ -17,7 +17,7 @@ import torch
 
 from slipstream.attention.protocol import AttentionBackend
 from slipstream.config.plan import EnginePlan
-from slipstream.contracts.step import StepPlan
+from slipstream.contracts.step import StepPlan, mask_places
 from slipstream.loading.from_plan import load_planned, make_attention
 from slipstream.models.base import Model
 from slipstream.rows.doors import OutDoor
@@ -124,7 +124,8 @@ def make_parts(plan: EnginePlan, device: torch.device, drafter_of: DrafterOf = n
     drafter = drafter_of(plan, model, device)
     queries = 0 if plan.speculation is None else 1 + plan.speculation.num_speculative_tokens
     lanes = most_samples(plan.max_num_seqs, queries > 0) if plan.attention_backend != "torch" else 0
-    pipeline = Pipeline(default_features(vocab_size, lanes, device), vocab_size, device)
+    features = default_features(vocab_size, lanes, device, mask_places(max(queries - 1, 0)))
+    pipeline = Pipeline(features, vocab_size, device)
     slots = plan.steps_in_flight + 1
     table = RowTable(
         max_num_seqs=plan.max_num_seqs,

@@ -50,7 +50,7 @@ class ModelRunner:
         if len(plan.grant_row):
             self.table.grant(plan.grant_row, plan.grant_index, plan.grant_block)
         if len(plan.legal_row):
-            self.table.constrain(plan.legal_row, plan.legal, _rows_of(plan.admissions))
+            self.table.constrain(plan)
         lanes = self._stage_lanes(plan)
         bound_L = self._mirror.advance(plan)
         scores = prompt_scores(lanes, self._mirror, bound_L)

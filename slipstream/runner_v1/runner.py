@@ -77,8 +77,8 @@ class OldModelRunner:
             self._proposer.release(row, self._requests.pop(row))
         self._admit(plan.admissions)
         self._grant(plan)
-        for row, legal in zip(plan.legal_row.tolist(), plan.legal, strict=True):
-            self._requests[row].constrain(legal)
+        for row, legal_PW in zip(plan.legal_row.tolist(), plan.legal, strict=True):
+            self._requests[row].constrain(legal_PW[0])
         lanes = live_lanes(plan, self._requests)
         result = _nothing(plan)
         begin = end = time.perf_counter()

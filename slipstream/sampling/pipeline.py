@@ -34,12 +34,12 @@ Tensor = torch.Tensor
 
 
 def default_features(
-    vocab_size: int, max_lanes: int = 0, device: torch.device | None = None
+    vocab_size: int, max_lanes: int = 0, device: torch.device | None = None, mask_places: int = 1
 ) -> tuple[Feature, ...]:
     """Every feature, in the order stated in docs/sampling.md. max_lanes, device: for scratch of sample_all's
-    stage "full"; not needed where it is not used."""
+    stage "full"; not needed where it is not used. mask_places: see StepPlan.legal."""
     return (
-        StructuredOutputs(vocab_size),
+        StructuredOutputs(vocab_size, mask_places),
         AllowedTokenIds(vocab_size),
         LogitBias(),
         MinTokens(),

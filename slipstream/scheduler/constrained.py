@@ -12,12 +12,12 @@ from typing import Protocol
 
 import numpy as np
 
-from slipstream.contracts.step import Finish, no_masks
+from slipstream.contracts.step import Finish, no_drafts, no_masks
 from slipstream.scheduler.columns import Array, RowColumns
 from slipstream.scheduler.lanes import NO_ROWS, Lanes
 
-Legal = tuple[Array, Array]
-NO_MASKS: Legal = (NO_ROWS, no_masks())
+Legal = tuple[Array, Array, Array, Array]  # the four fields of StepPlan
+NO_MASKS: Legal = (NO_ROWS, no_masks(), no_drafts(), NO_ROWS)
 FINISH_NONE = int(Finish.NONE)
 
 
@@ -32,8 +32,9 @@ class Constraints(Protocol):
         """Keys whose masks have come since the last call, or why there will be none."""
         ...
 
-    def legal(self, keys: Sequence[int]) -> Array:
-        """int32 [n, W]: the masks of ready requests, a copy."""
+    def legal(self, keys: Sequence[int], drafts: int) -> tuple[Array, Array]:
+        """Of ready requests: int32 [n, P, W], their masks, and int32 [n, P - 1], what their grammars force,
+        -1 after the last; P is at most 1 + drafts. Copies."""
         ...
 
     def advance(self, keys: Sequence[int], tokens: Sequence[Sequence[int]]) -> None:
@@ -54,8 +55,8 @@ class NoConstraints:
     def take_ready(self) -> list[tuple[int, str | None]]:
         return []
 
-    def legal(self, keys: Sequence[int]) -> Array:
-        return no_masks()
+    def legal(self, keys: Sequence[int], drafts: int) -> tuple[Array, Array]:
+        return no_masks(), no_drafts()
 
     def advance(self, keys: Sequence[int], tokens: Sequence[Sequence[int]]) -> None:
         """Nobody calls it."""
@@ -64,14 +65,20 @@ class NoConstraints:
         """There is nothing to end."""
 
 
-def take_legal(columns: RowColumns, constraints: Constraints, lanes: Lanes) -> Legal:
-    """The constrained lanes that sample in the step to be planned, and their masks; they are out of the steps
-    after it until the next mask is there."""
-    rows = lanes.row[columns.constrained[lanes.row] & lanes.samples]
-    if not len(rows):
+def take_legal(columns: RowColumns, constraints: Constraints, lanes: Lanes, drafts: int) -> Legal:
+    """The constrained lanes that sample in the step to be planned, with their masks and drafts; they are out
+    of the steps after it until the next mask is there."""
+    lane = np.flatnonzero(columns.constrained[lanes.row] & lanes.samples)
+    if not len(lane):
         return NO_MASKS
+    rows = lanes.row[lane]
     columns.held[rows] = True
-    return rows, constraints.legal(columns.key[rows].tolist())
+    legal, forced = constraints.legal(columns.key[rows].tolist(), drafts)
+    # Only what was delivered is known of a decode row, so its length is exact; a prompt's end has no drafts.
+    length = columns.length[rows]
+    room = np.where(lane < len(lanes.decode_row), columns.max_len[rows] - length - 1, 0)
+    forced[np.arange(forced.shape[1]) >= room[:, None]] = -1
+    return rows, legal, forced, length
 
 
 def advance(

@@ -154,13 +154,13 @@ class Scheduler:
             return None
         decodes = len(lanes.decode_row)
         if changed:
-            legal = take_legal(self._columns, self._constraints, lanes)
+            legal = take_legal(self._columns, self._constraints, lanes, drafts)
             self._stale |= len(legal[0]) > 0  # these rows are out of the next step
         released = self._rows.take_released() if self._rows.released else NO_ROWS
         plan = StepPlan(
             self._step, lanes.row, lanes.generation, lanes.query_len, lanes.samples, decodes,
             changed or drafts != self._drafts, self._length_bound, released, admissions, *grants,
-            draft_tokens=drafts, draft_room=decodes * drafts, legal_row=legal[0], legal=legal[1],
+            drafts, decodes * drafts, *legal,
         )
         self._flight.append(Flight(self._step, lanes, self._rows.departures, drafts))
         self._step += 1
@@ -322,14 +322,14 @@ class Scheduler:
         """Learn from a step of an engine that drafts, and count what it verified: int32 [L], as it is."""
         lanes, decodes = flight.lanes, len(flight.lanes.decode_row)
         counts = result.num_tokens[:decodes]
-        live = (counts > 0) & ~self._columns.constrained[lanes.decode_row]
-        live = live if owned is None else live & owned[:decodes]
+        live = counts > 0 if owned is None else (counts > 0) & owned[:decodes]
         taken = counts[:0]
         if flight.drafts:
             self._tighten(lanes, 1 + flight.drafts, counts, owned)
         if flight.drafts and result.drafted is not None:
             drafted = result.drafted[:decodes]
             taken = count_drafts(self._columns, self._counts, lanes.decode_row, counts, drafted, live)
+            taken = taken[~self._columns.constrained[lanes.decode_row[live]]]  # these were not a drafter's
         self._drafting.learn(decodes, flight.drafts, taken, 0.0 if lanes.chunks else seconds)
         return result.drafted if flight.drafts else None
 

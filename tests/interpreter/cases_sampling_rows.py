@@ -21,6 +21,7 @@ from sampling_rows import (
 
 from slipstream.contracts.limits import GREEDY_TEMPERATURE
 from slipstream.kernels.logprobs import token_logprobs, token_logprobs_reference
+from slipstream.sampling.pipeline import default_features
 
 # A division by zero is how the interpreter computes what a GPU gives as infinity.
 pytestmark = pytest.mark.filterwarnings("ignore:.*encountered:RuntimeWarning")
@@ -92,6 +93,25 @@ def test_edits_leave_their_scratch_as_they_found_it_and_skip_rows_that_are_not_a
     assert part.tokens_N[1] == 0
     scratch = [feature._count_NV for feature in pipeline._features if feature.name == "penalties"]
     assert [each.any().item() for each in scratch] == [False]
+
+
+@pytest.mark.parametrize("vocab", [45, 2100])
+def test_each_place_of_a_row_that_verifies_drafts_has_its_own_mask(vocab):
+    legal = ((3, 9, 40), (44,), (0, 7))
+    rows = [make_row(temperature=0.0), make_row(temperature=0.0, legal=legal[0], legal_later=legal[1:]),
+            make_row(temperature=0.0, legal=(1, 2))]  # fmt: skip
+    features = default_features(vocab, 6, torch.device("cpu"), mask_places=3)
+    pipeline = make_pipeline(vocab, features)
+    batch, lanes = make_batch(pipeline, rows), torch.tensor([0, 1, 1, 1, 2, 1])
+    # The last lane is of a row that is not at its end yet.
+    length_N = batch.length_N[lanes] + torch.tensor([0, 0, 1, 2, 0, -4])
+    batch = dataclasses.replace(batch, row_N=batch.row_N[lanes], length_N=length_N.int(), feature_lanes={
+        "structured_outputs": torch.arange(1, 6)})  # fmt: skip
+    logits = random_logits(6, vocab, 3)
+    expected = [max(one, key=lambda token, lane=lane: float(logits[lane, token]))
+                for lane, one in enumerate([range(vocab), *legal, (1, 2), legal[0]])]  # fmt: skip
+    assert pipeline.sample_all(logits, batch, "full").tokens_N.tolist() == expected
+    assert pipeline.sample(logits.clone(), batch).tokens_N.tolist() == expected
 
 
 @pytest.mark.parametrize("stage", ["sampled", "full"])
