@@ -21,8 +21,8 @@ if TYPE_CHECKING:
     from slipstream.cli.serve_client import Run, Target
     from slipstream.cli.serve_load import Ask
 
-TOLD = ("endpoint", "num_prompts", "request_rate", "burstiness", "max_concurrency", "input_len",
-        "output_len", "seed")  # fmt: skip
+TOLD = ("endpoint", "num_prompts", "request_rate", "burstiness", "ramp_up_strategy", "ramp_up_start_rps",
+        "ramp_up_end_rps", "max_concurrency", "input_len", "output_len", "seed")  # fmt: skip
 BAR_SECONDS = 0.25
 GOALS = {"ttft": "ttft", "tpot": "tpot", "e2el": "e2e"}  # as vLLM names them
 
@@ -69,6 +69,14 @@ def _add_load(group: argparse._ArgumentGroup) -> None:
         help="of arrivals: 1 is Poisson, less comes in bursts, more evenly (default: %(default)s)",
     )
     group.add_argument(
+        "--ramp-up-strategy", choices=("linear", "exponential"), default=None,
+        help="the rate grows over the requests, instead of --request-rate",
+    )
+    for flag, which in (("--ramp-up-start-rps", "first"), ("--ramp-up-end-rps", "last")):
+        group.add_argument(
+            flag, type=finite, default=None, metavar="RATE", help=f"requests a second at the {which} one"
+        )
+    group.add_argument(
         "--max-concurrency", type=positive, default=None, help="requests at once; alone: a closed loop"
     )
     for flag, what in (("--input-len", "a prompt"), ("--output-len", "an answer")):
@@ -99,6 +107,14 @@ def above_zero(text: str) -> float:
         value = math.nan
     if not value > 0:
         raise argparse.ArgumentTypeError(f"{text!r}: must be a number above 0, or inf")
+    return value
+
+
+def finite(text: str) -> float:
+    """Raises ArgumentTypeError."""
+    value = above_zero(text)
+    if math.isinf(value):
+        raise argparse.ArgumentTypeError(f"{text!r}: must be a finite number above 0")
     return value
 
 
@@ -159,7 +175,7 @@ def make_load(options: argparse.Namespace) -> list[Ask]:
     from slipstream.cli import serve_load
 
     random = np.random.default_rng(options.seed)
-    due = serve_load.arrivals(random, options.num_prompts, options.request_rate, options.burstiness)
+    due = serve_load.arrivals(random, options.num_prompts, _rate(options), options.burstiness)
     tokenizer = _tokenizer(options.tokenizer)
     if options.dataset is not None:
         return _from_dataset(options, random, due, tokenizer)
@@ -172,6 +188,20 @@ def make_load(options: argparse.Namespace) -> list[Ask]:
     if options.output_len is not None:
         outputs = serve_load.even_lengths(random, options.output_len, options.num_prompts)
     return serve_load.asks(random, due, pieces, inputs, outputs)
+
+
+def _rate(options: argparse.Namespace) -> Any:
+    """A number, or one a request. Raises ValueError for a ramp that is told in part, or beside a rate."""
+    from slipstream.cli.serve_load import ramp
+
+    ends = options.ramp_up_start_rps, options.ramp_up_end_rps
+    if options.ramp_up_strategy is None and ends == (None, None):
+        return options.request_rate
+    if None in (options.ramp_up_strategy, *ends):
+        raise ValueError("--ramp-up-strategy needs --ramp-up-start-rps, --ramp-up-end-rps, and they need it")
+    if options.request_rate != math.inf:
+        raise ValueError(f"--request-rate={options.request_rate:g}: --ramp-up-strategy says the rate")
+    return ramp(options.ramp_up_strategy, *ends, options.num_prompts)
 
 
 def _tokenizer(model: str | None) -> Any:

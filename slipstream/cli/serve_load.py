@@ -30,10 +30,22 @@ class Ask:
     due: float
 
 
-def arrivals(random: np.random.Generator, count: int, rate: float, burstiness: float) -> np.ndarray:
-    """float64 [count] seconds. rate: requests a second, inf: all at once. burstiness: the shape of the gamma
-    distribution of intervals, as vLLM has it: 1 is a Poisson process, less comes in bursts, more evenly."""
-    if rate == float("inf"):
+def ramp(strategy: str, start: float, end: float, count: int) -> np.ndarray:
+    """float64 [count], the rate at each request from start to end, as vLLM has it. strategy: "linear" or
+    "exponential"."""
+    progress = np.arange(count) / max(count - 1, 1)
+    if strategy == "linear":
+        return np.asarray(start + (end - start) * progress)
+    return np.asarray(start * (end / start) ** progress)
+
+
+def arrivals(
+    random: np.random.Generator, count: int, rate: float | np.ndarray, burstiness: float
+) -> np.ndarray:
+    """float64 [count] seconds. rate: requests a second, at each request where it is an array, inf: all at
+    once. burstiness: the shape of the gamma distribution of intervals, as vLLM has it: 1 is a Poisson
+    process, less comes in bursts, more evenly."""
+    if np.isinf(rate).any():
         return np.zeros(count)
     times: np.ndarray = np.cumsum(random.gamma(burstiness, 1.0 / (rate * burstiness), count))
     return times - times[0] if count else times

@@ -85,6 +85,7 @@ SERVER_NUMBERS: tuple[Number, ...] = (
     Number("max_completion_tokens", True, 0, 2**31 - 1, optional=True),
     Number("max_output_tokens", True, 1, 2**31 - 1, optional=True),
     Number("best_of", True, 1, MAX_N, optional=True),
+    Number("truncate_prompt_tokens", True, -1, 2**31 - 1, optional=True),
     Number("priority", True, -(2**31), 2**31 - 1, optional=True),
 )
 BOOLS = (

@@ -167,10 +167,11 @@ class UsageCount:
 
 
 class CompletionScores:
-    """Builds logprobs of one choice of /v1/completions, over one call or several (text offsets go on)."""
+    """Builds logprobs of one choice of /v1/completions, over one call or several (text offsets go on).
+    by_id: tokens are named by their ids."""
 
-    def __init__(self) -> None:
-        self._offset = 0
+    def __init__(self, by_id: bool = False) -> None:
+        self._by_id, self._offset = by_id, 0
 
     def build(
         self, token_ids: Sequence[int], scores: Sequence[TokenScores | None], first_text: str = ""
@@ -184,12 +185,23 @@ class CompletionScores:
         }
         for token, score in zip(token_ids, scores, strict=True):
             text = first_text if score is None else score[token].decoded_token or ""
-            built["tokens"].append(text)
+            built["tokens"].append(_named(token) if self._by_id else text)
             built["text_offset"].append(self._offset)
             built["token_logprobs"].append(None if score is None else finite(score[token].logprob))
-            built["top_logprobs"].append(None if score is None else _by_text(score))
+            tops = None if score is None else _by_id(score) if self._by_id else _by_text(score)
+            built["top_logprobs"].append(tops)
             self._offset += len(text)
         return built
+
+
+def _named(token: int) -> str:
+    """As vLLM names a token by its id."""
+    return f"token_id:{token}"
+
+
+def _by_id(score: TokenScores) -> dict[str, float]:
+    best = sorted(score.items(), key=lambda item: -item[1].logprob)
+    return {_named(token): finite(entry.logprob) for token, entry in best}
 
 
 def _by_text(score: TokenScores) -> dict[str, float]:
@@ -201,10 +213,11 @@ def _by_text(score: TokenScores) -> dict[str, float]:
 
 
 class ChatScores:
-    """Builds logprobs of chat: an entry a token, with its `top` likeliest alternatives, best first."""
+    """Builds logprobs of chat: an entry a token, with its `top` likeliest alternatives, best first. by_id:
+    tokens are named by their ids."""
 
-    def __init__(self, tokenizer: Tokenizer | None, top: int) -> None:
-        self._tokenizer, self._top = tokenizer, top
+    def __init__(self, tokenizer: Tokenizer | None, top: int, by_id: bool = False) -> None:
+        self._tokenizer, self._top, self._by_id = tokenizer, top, by_id
 
     def build(self, token_ids: Sequence[int], scores: Sequence[TokenScores]) -> ChatLogprobs:
         content: list[TokenLogprob] = []
@@ -218,7 +231,8 @@ class ChatScores:
         """bytes: the token's own, though its text shows U+FFFD where they are a part of a character."""
         text = score.decoded_token or ""
         own = None if self._tokenizer is None else self._tokenizer.token_bytes(token)
-        return {"token": text, "logprob": finite(score.logprob), "bytes": list(own or text.encode())}
+        name = _named(token) if self._by_id else text
+        return {"token": name, "logprob": finite(score.logprob), "bytes": list(own or text.encode())}
 
 
 def prompt_scores(scores: Sequence[TokenScores | None] | None) -> PromptScores | None:

@@ -49,7 +49,11 @@ def router(context: Context) -> APIRouter:
         tools = plan_tools(
             context.options, body.tools or (), body.tool_choice, body.parallel_tool_calls is not False
         )
-        prompt = await encode_chat(context, body.messages, body, bool(body.add_special_tokens), tools)
+        kept = context.kept_tokens(body, params.max_tokens)
+        special = bool(body.add_special_tokens)
+        whole = await encode_chat(context, body.messages, body, special, tools, kept is not None)
+        # Where its thoughts stand is told by the end of its text, which stays.
+        prompt = Input(whole.last(kept).token_ids, whole.text)
         name = context.name("chatcmpl-", body, request)
         build = _Builder(context, body, name, prompt, tools)
         outputs = context.run(name, body, [prompt], context.told(with_tools(params, tools), prompt))
@@ -82,14 +86,18 @@ async def encode_chat(
     options: TemplateOptions,
     add_special_tokens: bool,
     tools: ToolUse = NO_TOOLS,
+    cut: bool = False,
 ) -> Input:
-    """The rendered conversation as token ids. Raises BadRequest where there is no template or it refuses the
-    turns."""
+    """The rendered conversation as token ids; cut: it may be longer than what fits. Raises BadRequest where
+    there is no template or it refuses the turns."""
     options.check_template()
     if context.render is None:
         raise BadRequest(
             "messages", "...", "need a chat template: the model has none, start with --chat-template"
         )
+    told = options.kwargs()
+    if "documents" in told and not context.render.takes_documents:
+        raise BadRequest("documents", "...", "this model's chat template shows no documents")
     turns = [turn.turn(i) for i, turn in enumerate(messages)]
     if tools.shown and not context.render.takes_tools:
         turns = tools.told(turns)
@@ -98,9 +106,9 @@ async def encode_chat(
         add_generation_prompt=options.add_generation_prompt,
         continue_final_message=options.continue_final_message,
         tools=tools.shown or None,
-        template_kwargs=options.kwargs(),
+        template_kwargs=told,
     )
-    return Input(await context.encode("messages", text, add_special_tokens), text)
+    return Input(await context.encode("messages", text, add_special_tokens, cut), text)
 
 
 class _Builder:
@@ -116,7 +124,8 @@ class _Builder:
         ]
         self._head = (name, int(time.time()), context.model)
         self._count = UsageCount()
-        self._scores = ChatScores(context.tokenizer, body.top_logprobs or 0)
+        by_id = bool(body.return_tokens_as_token_ids)
+        self._scores = ChatScores(context.tokenizer, body.top_logprobs or 0, by_id)
         last = body.messages[-1]
         self._echo = last.text(-1) if body.echo and last.role == ROLE else ""
 

@@ -56,14 +56,16 @@ async def _inputs(context: Context, body: CompletionBody, params: SamplingParams
     if isinstance(prompts, str) or not prompts or isinstance(prompts[0], int):
         prompts = [prompts]  # type: ignore[assignment]
     check_count(len(prompts), params.n)
+    kept = context.kept_tokens(body, params.max_tokens)
     inputs: list[Input] = []
     for prompt in prompts:
         if isinstance(prompt, str):
-            ids = await context.encode("prompt", prompt, body.add_special_tokens is not False)
-            inputs.append(Input(ids, prompt))
+            special = body.add_special_tokens is not False
+            ids = await context.encode("prompt", prompt, special, kept is not None)
+            inputs.append(Input(ids, prompt).last(kept))
         else:
             assert isinstance(prompt, list)
-            inputs.append(Input(prompt))
+            inputs.append(Input(prompt).last(kept))
     return inputs
 
 
@@ -118,7 +120,7 @@ class _Builder:
         body = self._body
         number = index * (body.n or 1) + piece.index
         first = number not in self._scores
-        scores = self._scores.setdefault(number, CompletionScores())
+        scores = self._scores.setdefault(number, CompletionScores(bool(body.return_tokens_as_token_ids)))
         if output.prompt_logprobs is not None:
             self._prompt_scores[index] = output.prompt_logprobs
         choice: CompletionChoice = {

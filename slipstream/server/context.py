@@ -30,7 +30,7 @@ if TYPE_CHECKING:
     from slipstream.engine.input_processor import TokensPrompt
     from slipstream.engine.look import Look
     from slipstream.engine.outputs import RequestOutput
-    from slipstream.server.schema import SamplingBody
+    from slipstream.server.schema import GenerateBody, SamplingBody
     from slipstream.text.tokenizer import Tokenizer
 
 MAX_ID = 256
@@ -65,9 +65,10 @@ class Engine(Protocol):
 
 class Render(Protocol):
     """Turns a conversation into the prompt's text. Raises BadRequest for turns that the template refuses.
-    takes_tools: whether it says which tools there are."""
+    takes_tools, takes_documents: whether it shows them."""
 
     takes_tools: bool
+    takes_documents: bool
 
     def __call__(
         self,
@@ -82,10 +83,14 @@ class Render(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class Input:
-    """One prompt. text: as given; None where the client sent token ids."""
+    """One prompt. text: as given; None where the client sent token ids, or it was cut."""
 
     token_ids: Sequence[int]
     text: str | None = None
+
+    def last(self, count: int | None) -> Input:
+        """Its last tokens; all where count is None."""
+        return self if count is None or len(self.token_ids) <= count else Input(self.token_ids[-count:])
 
 
 @dataclass(frozen=True, slots=True)
@@ -148,10 +153,21 @@ class Context:
         texts = (speaker.thoughts for speaker in speakers)
         return sum(len(self.tokenizer.encode(text, add_special_tokens=False)) for text in texts)
 
-    async def encode(self, field: str, text: str, add_special_tokens: bool) -> list[int]:
-        """Token ids of a text. Raises BadRequest without a tokenizer, or for a text that can never fit."""
+    def kept_tokens(self, body: GenerateBody, max_tokens: int | None) -> int | None:
+        """The last tokens of a prompt that truncate_prompt_tokens leaves; None for all. Raises BadRequest."""
+        most, asked = self.engine.info.limits.max_model_len, body.truncate_prompt_tokens
+        if asked == 0 or (asked is not None and asked > most):
+            limit = f"must be -1 for what fits, or 1 to max_model_len={most}"
+            raise BadRequest("truncate_prompt_tokens", asked, limit)
+        return asked if asked != -1 else max(most - max(max_tokens or 1, 1), 1)
+
+    async def encode(
+        self, field: str, text: str, add_special_tokens: bool, cut: bool = False
+    ) -> list[int]:
+        """Token ids of a text. Raises BadRequest without a tokenizer, or for a text that can never fit and
+        is not to be cut."""
         tokenizer = self.need_tokenizer(field)
-        if len(text) > self.max_chars:
+        if len(text) > self.max_chars and not cut:
             limit = f"must be at most {self.max_chars} characters, for max_model_len and the longest token"
             raise BadRequest(field, f"{len(text)} characters", limit)
         if len(text) <= LONG_TEXT:

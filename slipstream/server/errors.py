@@ -30,6 +30,12 @@ _LIMITS |= {
     "logit_bias": "must map token ids to numbers",
     "bad_words": "must be a list of strings",
     "suffix": "is not supported, must be null",
+    "use_beam_search": "is not supported, must be false",
+    "length_penalty": "is not supported, must be null",
+    "logits_processors": "is not supported, must be null",
+    "vllm_xargs": "is not supported, must be null",
+    "kv_transfer_params": "is not supported, must be null",
+    "mm_processor_kwargs": "is not supported, must be null",
     "tool_choice": 'must be "none", "auto", "required" or {"type": "function", "function": {"name": ...}}',
     "response_format.type": 'must be "text", "json_object", "json_schema" or "structural_tag"',
 }

@@ -69,7 +69,18 @@ class Harmless(BaseModel):
     prompt_cache_retention: str | None = None
 
 
-class SamplingBody(Body, Harmless):
+class Refused(BaseModel):
+    """Fields of vLLM's that name what there is none of here: they may say so."""
+
+    use_beam_search: Literal[False] | None = None
+    length_penalty: None = None
+    logits_processors: None = None
+    vllm_xargs: None = None
+    kv_transfer_params: None = None
+    mm_processor_kwargs: None = None
+
+
+class SamplingBody(Body, Harmless, Refused):
     """What every endpoint that generates takes. null always means the default."""
 
     min_tokens: int | None = number("min_tokens")
@@ -118,7 +129,9 @@ class GenerateBody(SamplingBody):
     stream_options: StreamOptions | None = None
     echo: bool | None = None
     add_special_tokens: bool | None = None
+    truncate_prompt_tokens: int | None = number("truncate_prompt_tokens")
     return_token_ids: bool | None = None
+    return_tokens_as_token_ids: bool | None = Field(None, description='logprobs say "token_id:5"')
     response_format: ResponseFormat | None = None
     structured_outputs: StructuredOutputs | None = None
 
@@ -133,6 +146,13 @@ class GenerateBody(SamplingBody):
             raise BadRequest("stream_options", self.stream_options.model_dump(), "needs stream=true")
         if self.stream and self.prompt_logprobs is not None:
             raise BadRequest("prompt_logprobs", self.prompt_logprobs, "is not available with stream=true")
+        if self.return_tokens_as_token_ids and not self.scored:
+            raise BadRequest("return_tokens_as_token_ids", True, "needs logprobs")
+
+    @property
+    def scored(self) -> bool:
+        """Whether logprobs are asked for."""
+        return getattr(self, "logprobs", None) not in (None, False)
 
 
 _SHARED = tuple(
@@ -248,6 +268,7 @@ class ChatBody(GenerateBody, TemplateOptions):
     """POST /v1/chat/completions."""
 
     messages: Messages
+    documents: Annotated[list[dict[str, Any]], ONE_ERROR, Field(max_length=MAX_TURNS)] | None = None
     max_completion_tokens: int | None = number("max_completion_tokens")
     logprobs: bool | None = None
     top_logprobs: int | None = number("top_logprobs")
@@ -260,8 +281,9 @@ class ChatBody(GenerateBody, TemplateOptions):
 
     def kwargs(self) -> dict[str, Any]:
         effort = self.reasoning_effort
-        told = {} if effort is None else {"reasoning_effort": effort}
-        return told | ({"enable_thinking": False} if effort == "none" else {}) | super().kwargs()
+        told: dict[str, Any] = {} if effort is None else {"reasoning_effort": effort}
+        told |= {"enable_thinking": False} if effort == "none" else {}
+        return told | super().kwargs() | ({"documents": self.documents} if self.documents else {})
 
     def params(self) -> SamplingParams:
         """Raises BadRequest."""

@@ -29,7 +29,8 @@ class ChatTemplate:
     """A compiled template. Raises ValueError for source that is no Jinja.
 
     special_tokens: bos_token and the like, which templates write themselves; so the rendered text is to be
-    encoded with add_special_tokens=False. takes_tools: whether it has a place for tools.
+    encoded with add_special_tokens=False. takes_tools, takes_documents: whether it has a place
+    for them.
     """
 
     def __init__(self, source: str, special_tokens: Mapping[str, str]) -> None:
@@ -38,7 +39,8 @@ class ChatTemplate:
             self._template = environment.from_string(source)
             parsed = environment.parse(source)
             self._content = _content_format(parsed)
-            self.takes_tools = "tools" in meta.find_undeclared_variables(parsed)
+            names = meta.find_undeclared_variables(parsed)
+            self.takes_tools, self.takes_documents = "tools" in names, "documents" in names
         except jinja2.TemplateSyntaxError as error:
             raise ValueError(f"chat_template: line {error.lineno}: {error.message}") from None
         self._special_tokens = dict(special_tokens)

@@ -16,6 +16,7 @@ class Template:
     """<role>content of every turn, tools in front, and <assistant> to open the answer."""
 
     takes_tools = True
+    takes_documents = False
 
     def __init__(self) -> None:
         self.seen: list[dict[str, Any]] = []

@@ -21,7 +21,7 @@ from text_model import write_tokenizer
 
 from slipstream.cli.main import main
 from slipstream.cli.serve_client import EventLines, Record, Run, Target
-from slipstream.cli.serve_load import CHAT_INPUT_MEAN, CHAT_OUTPUT_MEAN, Ask, arrivals, chat_lengths
+from slipstream.cli.serve_load import CHAT_INPUT_MEAN, CHAT_OUTPUT_MEAN, Ask, arrivals, chat_lengths, ramp
 from slipstream.cli.serve_stats import figures
 from slipstream.server.app import build_app
 from slipstream.text.tokenizer import load_tokenizer
@@ -262,3 +262,26 @@ def test_a_server_that_does_not_end_is_left() -> None:
 
 def test_answers_without_tokens_are_failures() -> None:
     assert run_against([], 1).records[0].error == "the answer held no tokens"
+
+
+@pytest.mark.parametrize(("strategy", "middle"), [("linear", 50.5), ("exponential", 10.0)])
+def test_a_ramp_goes_from_rate_to_rate(strategy: str, middle: float) -> None:
+    rates = ramp(strategy, 1.0, 100.0, 4001)
+    assert (rates[0], rates[-1]) == pytest.approx((1.0, 100.0)) and rates[2000] == pytest.approx(middle)
+    times = arrivals(np.random.default_rng(1), 4001, rates, 1.0)
+    # Means of intervals are the inverse rates: 1,000 of them lie within 10%.
+    assert np.diff(times)[-1000:].mean() == pytest.approx((1 / rates[-1000:]).mean(), rel=0.1)
+    assert np.diff(times)[:1000].mean() == pytest.approx((1 / rates[1:1001]).mean(), rel=0.1)
+    assert ramp(strategy, 3.0, 9.0, 1).tolist() == [3.0]
+
+
+def test_a_ramp_is_run_and_told(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    flags = ["--ramp-up-strategy", "linear", "--ramp-up-start-rps", "40", "--ramp-up-end-rps", "200"]
+    with over(ScriptedEngine(reply=REPLY)) as live:
+        report = bench(live, tmp_path / "r.json", "--num-prompts", "12", "--output-len", "2", *flags)
+        assert report["ramp_up_strategy"] == "linear" and report["ramp_up_end_rps"] == 200.0
+        assert main(["bench", "serve", "--base-url", live.url, *flags[:4]]) == 2
+        assert main(["bench", "serve", "--base-url", live.url, *flags[2:]]) == 2
+        assert main(["bench", "serve", "--base-url", live.url, "--request-rate", "5", *flags]) == 2
+    error = capsys.readouterr().err
+    assert error.count("--ramp-up-strategy needs --ramp-up-start-rps") == 2 and "--request-rate=5" in error

@@ -186,6 +186,7 @@ def test_a_choice_of_none_hides_the_tools() -> None:
 def test_a_template_without_a_place_for_tools_gets_a_system_turn() -> None:
     class Plain(Template):
         takes_tools = False
+        takes_documents = False
 
         def __call__(self, *args: Any, **options: Any) -> str:
             return super().__call__(*args, **options)[-20:]  # the scripted engine takes no long prompts
