@@ -288,3 +288,18 @@ def test_no_body_causes_a_server_error(real: Live, path: str) -> None:
     assert plain["usage"]["completion_tokens"] >= 1
     assert wait_for(lambda: real.metric("num_requests_running") == 0)
     assert wait_for(lambda: real.metric("kv_blocks_free") == real.metric("kv_blocks_total"))
+
+
+def test_no_query_and_no_method_causes_a_server_error(real: Live) -> None:
+    """Every path of the schema, those with bodies too, by methods that it has and has not."""
+    paths = real.http.get("/openapi.json").json()["paths"]
+    assert set(BODIES) < set(paths) and "/metrics" in paths
+    odd = ["", "?a=1", "?limit=-1&after=%00", "?x=" + "y" * 3000, "?%ff%fe", "?a[]=1&a[]=2"]
+    for path in sorted(paths):
+        for name in ("real", "%2e%2e%2f%2e%2e", "x" * 2000, "%00", "caf%C3%A9", "?"):
+            for query in odd:
+                for method in ("GET", "HEAD", "PUT", "DELETE", "PATCH", "OPTIONS"):
+                    url = path.replace("{name}", name) + query
+                    assert real.http.request(method, url).status_code < 500, (method, url)
+            if "{name}" not in path:
+                break
