@@ -59,8 +59,8 @@ def broken(plan: Any, rows: set[int]) -> None:
 if __name__ == "__main__":
     build = worker_process.build_runner
 
-    def build_with_fault(plan: Any) -> Any:
-        built = build(plan)
+    def build_with_fault(plan: Any, known: Any) -> Any:
+        built = build(plan, known)
         watch(built.runner, globals()[os.environ["FAULT"]])
         return built
 

@@ -28,7 +28,7 @@ LENGTH = struct.Struct("<Q")
 _HEAD = struct.Struct("<QB")
 _PIECE = 1 << 16  # what a pipe holds
 _PR_SET_PDEATHSIG = 1  # prctl(2)
-_IDLE_NICE = 19
+_QUIET_NICE = 5  # a quarter of the processor, where others compute on all of it
 
 
 class Counter:
@@ -179,11 +179,11 @@ def die_with_parent_thread() -> None:
 
 
 def import_quietly(modules: tuple[str, ...]) -> None:
-    """Import at the lowest priority, as a spare does beside who computes. What the thread starts keeps its
+    """Import at a low priority, as a spare does beside who computes. What the thread starts keeps its
     priority; this process does not: on Linux it is a thread's."""
 
     def work() -> None:
-        os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), _IDLE_NICE)
+        os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), _QUIET_NICE)
         for module in modules:
             __import__(module)
 

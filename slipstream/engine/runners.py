@@ -75,14 +75,15 @@ class Built(Protocol):
     def linear_reason(self) -> str: ...
 
 
-def build_runner(plan: EnginePlan) -> Built:
-    """The runner of the plan, and no other. Raises ValueError where the plan cannot be honoured."""
+def build_runner(plan: EnginePlan, known: MemoryPlan | None = None) -> Built:
+    """The runner of the plan, and no other. known: where memory went the last time. Raises ValueError where
+    the plan cannot be honoured."""
     if plan.model_runner == "v1":
         return cast(Built, import_module(RUNNER_V1).build_runner(plan))
     from slipstream.runner.build import build_runner as build_v2
     from slipstream.speculation.build import build_drafter
 
-    return build_v2(plan, build_drafter)
+    return build_v2(plan, build_drafter, known)
 
 
 def lacked_memory(error: BaseException) -> bool:

@@ -7,7 +7,7 @@ from collections.abc import Callable
 from typing import Generic, Protocol, TypeVar
 
 # At first whoever computes has the machine to himself; short runs never pay for a spare.
-SPARE_SECONDS = 5.0
+SPARE_SECONDS = 3.0
 
 
 class Process(Protocol):
@@ -46,10 +46,10 @@ class Spare(Generic[P]):
 
     def take(self) -> P:
         """The spare, or a new one where there is none."""
+        if self._ready is not None and self._ready.ended:
+            self.close()
         ready, self._ready, self._due = self._ready, None, float("inf")
-        if ready is None:
-            return self._make(False)
-        return ready
+        return self._make(False) if ready is None else ready
 
     def close(self) -> None:
         if self._ready is not None:

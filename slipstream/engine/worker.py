@@ -35,7 +35,9 @@ from slipstream.observe.log import current_format, get_logger
 
 log = get_logger(__name__)
 MODULE = "slipstream.engine.worker_process"
-_CLOSE_SECONDS, _EXIT_SECONDS = 20.0, 2.0  # for the steps in flight; for one that has hung up to be gone
+_ENDING_SECONDS = 0.005  # a killed process takes a few milliseconds to be gone
+_CLOSE_SECONDS = 20.0  # for the steps in flight
+_EXIT_SECONDS = 2.0  # for a process that has hung up to be gone
 
 
 class Worker:
@@ -109,7 +111,10 @@ class WorkerHandle:
         self.outcome: StepResult | EngineError | None = None
 
     def done(self) -> bool:
-        return self.outcome is not None or (self._executor.take(0) and self.outcome is not None)
+        while self.outcome is None:
+            if not self._executor.take(0):
+                return False
+        return True
 
     def wait(self) -> StepResult:
         """Raises StepMemoryError, WorkerLostError."""
@@ -150,7 +155,7 @@ class ProcessExecutor:
         self._since = begin  # of the state that it is in
         self._state: Literal["up", "ending", "starting"] = "starting"
         try:
-            self._begin(worker_wire.WorkerStart(args, None, log_level(), current_format()))
+            self._begin(worker_wire.WorkerStart(args, None, None, log_level(), current_format()))
             while (ready := self._receive_ready(LOOK_SECONDS)) is None:
                 beat()
         except BaseException:
@@ -161,7 +166,7 @@ class ProcessExecutor:
         self.linear_name, self.linear_reason = ready.linear_name, ready.linear_reason
         # Another worker makes the same of it, with as many blocks.
         again = dataclasses.replace(ready.plan, num_blocks=ready.memory.num_blocks)
-        self._again = worker_wire.WorkerStart(None, again, log_level(), current_format())
+        self._again = worker_wire.WorkerStart(None, again, ready.memory, log_level(), current_format())
         self._on_cpu = self.plan.device == "cpu"
         self._start_seconds = max(START_SECONDS, START_FACTOR * (time.monotonic() - begin))
         self._ready_now()
@@ -253,7 +258,7 @@ class ProcessExecutor:
             if not self._worker.ended:  # only then is its memory free
                 if now - self._since > START_SECONDS:
                     raise CrashLoopError("the worker process cannot be killed")
-                time.sleep(seconds)
+                time.sleep(min(seconds, _ENDING_SECONDS))
                 return False
             self._worker.close()
             self._worker = self._spare.take()

@@ -86,7 +86,7 @@ class _NotHonouredError(Exception):
 def _serve(start: worker_wire.WorkerStart, receiver: Receiver, sender: Sender) -> None:
     try:
         plan = start.plan or _make_plan(start)
-        built = build_runner(plan)
+        built = build_runner(plan, start.memory)
     except ValueError as error:
         raise _NotHonouredError(str(error)) from error
     # Nothing made so far will ever be garbage: the collector need not walk through it between steps.

@@ -25,11 +25,12 @@ READY, DONE, FAILED = 5, 6, 7  # from it: WorkerReady, a result, wire.Failure
 
 @dataclass(frozen=True, slots=True)
 class WorkerStart:
-    """What a worker is told first: the flags, from which it makes the plan, or the plan where there was a
-    worker before it. log_level: None is silent."""
+    """What a worker is told first: the flags, from which it makes the plan, or the plan and where memory went
+    if there was a worker before it. log_level: None is silent."""
 
     args: EngineArgs | None
     plan: EnginePlan | None
+    memory: MemoryPlan | None
     log_level: str | None
     log_format: str
 

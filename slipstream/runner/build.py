@@ -99,8 +99,11 @@ class Parts:
         return BuiltRunner(runner, memory, self.model.linear_name, self.model.linear_reason)
 
 
-def build_runner(plan: EnginePlan, drafter_of: DrafterOf = no_drafter) -> BuiltRunner:
-    """Load, profile, size, allocate. Raises ValueError where the plan cannot be honoured."""
+def build_runner(
+    plan: EnginePlan, drafter_of: DrafterOf = no_drafter, known: MemoryPlan | None = None
+) -> BuiltRunner:
+    """Load, profile, size, allocate. known: what that came to before; eager steps are not profiled again.
+    Raises ValueError where the plan cannot be honoured."""
     device = torch.device(plan.device)
     stream: Stream = CudaStream(device) if device.type == "cuda" else CpuStream()
     bucketed = plan.attention_backend != "torch"
@@ -110,7 +113,9 @@ def build_runner(plan: EnginePlan, drafter_of: DrafterOf = no_drafter) -> BuiltR
         # All that computes runs on the stream's thread, from the first weight on: see CpuStream.
         parts = cast(Parts, stream.submit(functools.partial(make_parts, plan, device, drafter_of)).wait())
         log.info("weights are loaded: %.0f MiB", parts.num_bytes / 2**20)
-        return _build_eager(parts, stream) if compiling is None else _build_bucketed(parts, stream, compiling)
+        if compiling is None:
+            return _build_eager(parts, stream, known)
+        return _build_bucketed(parts, stream, compiling)
     except Exception:
         if compiling is not None:
             compiling.stop()
@@ -140,13 +145,16 @@ def make_parts(plan: EnginePlan, device: torch.device, drafter_of: DrafterOf = n
     return Parts(plan, device, model, pipeline, table, records, drafter)
 
 
-def _build_eager(parts: Parts, stream: Stream) -> BuiltRunner:
+def _build_eager(parts: Parts, stream: Stream, known: MemoryPlan | None) -> BuiltRunner:
     attention = parts.attention()
     shared, verifier = (parts.table, parts.model, attention, parts.pipeline), parts.verifier(attention)
     if verifier is not None and parts.device.type != "cpu":
         raise ValueError("--attention-backend=torch: on CUDA speculation needs a backend of Triton's")
     tick = EagerTick(*shared) if verifier is None else EagerDraftTick(*shared, verifier)
     runner = parts.runner(tick, stream)
+    if known is not None:
+        stream.submit(lambda: attention.allocate(known.num_blocks)).wait()
+        return parts.built(runner, known)
     memory = plan_eager_memory(
         parts.plan,
         parts.num_bytes,
