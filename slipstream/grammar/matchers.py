@@ -104,7 +104,8 @@ class Grammars:
         return not self._live[key].busy
 
     def legal(self, keys: Sequence[int], drafts: int) -> tuple[Array, Array]:
-        states, most = [self._live[key] for key in keys], min(drafts, self._places - 1)
+        states = [self._live[key] for key in keys]
+        most = min(drafts, max(len(state.drafts) for state in states))
         forced = np.full((len(keys), most), -1, np.int32)
         for place, state in enumerate(states):
             forced[place, : len(state.drafts)] = state.drafts[:most]

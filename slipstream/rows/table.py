@@ -163,8 +163,8 @@ class RowTable:
         """What rows may sample in the next step, and their drafts in place of those that stand in them. A row
         that this plan admits has none, as its record says."""
         rows, counts = plan.legal_row, (plan.legal_drafts >= 0).sum(1, dtype=np.int32)
-        for row, legal_PW in zip(rows.tolist(), plan.legal, strict=True):
-            self.stage_list(row, self._column[LEGAL], legal_PW.reshape(-1), 0)
+        for row, legal_PW, count in zip(rows.tolist(), plan.legal, counts.tolist(), strict=True):
+            self.stage_list(row, self._column[LEGAL], legal_PW[: 1 + count].reshape(-1), 0)
         for lane in np.flatnonzero(counts).tolist():
             drafts = plan.legal_drafts[lane, : counts[lane]]
             self.stage_list(int(rows[lane]), self._column["tokens"], drafts, int(plan.legal_length[lane]))

@@ -103,7 +103,7 @@ def test_masks_of_drafts_are_those_of_going_there_token_by_token(tmp_path, backe
     while not grammars.take_opened():
         grammars.wait(5)
     legal, drafts = grammars.legal([request.key], 9)
-    assert drafts.tolist() == [[*ids_of("abc"), -1]] and legal.shape == (1, 5, VOCAB // 32)
+    assert drafts.tolist() == [ids_of("abc")] and legal.shape == (1, 4, VOCAB // 32)
     matcher, mask = library.compile(grammar)(), np.zeros(VOCAB // 32, np.int32)
     for place, token in enumerate(ids_of("abc")):
         matcher.fill(mask)
