@@ -93,6 +93,7 @@ def test_graphs_cost_the_first_ones_pool_and_a_share_each(
 
 
 def test_the_plan_is_held_against_the_driver(caplog: pytest.LogCaptureFixture) -> None:
+    """Row 57 of the reported faults; tests/gpu/check_memory.py compares with a real driver at 0.95."""
     made = size_kv_pool(plan(), TAKEN, 3 * MIB)
     with caplog.at_level(logging.INFO, "slipstream.memory"):
         final = settle(made, 900 * MIB, made.total)
