@@ -128,16 +128,20 @@ class RequestState:
             self.metrics.finished_time = time.monotonic()
 
     def engine_requests(self) -> list[EngineRequest]:
-        """One a sample. The prompt is scored once, by sample 0."""
+        """One a sample. The prompt is scored once, by sample 0. A user's schema stays here: it may hold
+        numbers that no message can."""
         prepared = self.prepared
-        unscored = prepared.params
+        scored = prepared.params
+        if scored.structured_outputs is not None:
+            scored = replace(scored, structured_outputs=None)
+        unscored = scored
         if unscored.prompt_logprobs is not None and len(self.samples) > 1:
             unscored = replace(unscored, prompt_logprobs=None)
         return [
             EngineRequest(
                 key=sample.key,
                 prompt_token_ids=prepared.tokens,
-                params=unscored if sample.index else prepared.params,
+                params=unscored if sample.index else scored,
                 seed=mix_seed(prepared.seed, sample.index),
                 end_token_ids=prepared.end_token_ids,
                 max_len=prepared.max_len,

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import json
 from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Sequence
 from contextlib import aclosing
 from typing import Any, TypeVar
@@ -18,7 +19,15 @@ from slipstream.server.errors import describe
 T = TypeVar("T")
 log = get_logger(__name__)
 DONE = b"data: [DONE]\n\n"
-_encode = msgspec.json.Encoder().encode
+_encode_fast = msgspec.json.Encoder().encode
+
+
+def _encode(data: Any) -> bytes:
+    """JSON. An answer repeats what a client sent, whose integers may be wider than 64 bits."""
+    try:
+        return _encode_fast(data)
+    except OverflowError:
+        return json.dumps(data, ensure_ascii=False, separators=(",", ":")).encode()
 
 
 def event(data: Any) -> bytes:

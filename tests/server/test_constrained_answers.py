@@ -149,6 +149,21 @@ def test_tools_whose_schema_cannot_be_forced_are_refused(live: Live) -> None:
     live.refused("/v1/chat/completions", body, "tools")
 
 
+@pytest.mark.parametrize("stream", [False, True])
+def test_integers_of_any_width_are_kept_and_repeated(live: Live, stream: bool) -> None:
+    wide = {"type": "integer", "minimum": 5, "maximum": 6, "x-own": 2**70}
+    form = {"type": "json_schema", "name": "wide", "schema": wide}
+    ask = {"input": "go", "text": {"format": form}, "metadata": {"a": -(2**70)}, "max_output_tokens": 200}
+    if not stream:
+        answer = live.raw_json("/v1/responses", ask)
+        assert answer["text"]["format"]["schema"] == wide and answer["metadata"] == {"a": -(2**70)}
+        assert answer["output"][-1]["content"][0]["text"] in ("5", "6")
+    text = live.http.post("/v1/responses", json=ask | {"stream": stream}).text
+    assert str(2**70) in text and "server_error" not in text
+    chat = {"messages": HI, "structured_outputs": {"json": wide}, "stream": stream, "max_tokens": 200}
+    assert live.http.post("/v1/chat/completions", json=chat).status_code == 200
+
+
 def test_what_fails_later_by_its_own_grammar_is_a_400(live: Live) -> None:
     bans = {"structured_outputs": {"regex": "ab"}, "bad_words": ["b"], "prompt": "go"}
     live.refused("/v1/completions", bans, "structured_outputs.regex")
