@@ -288,7 +288,9 @@ class AsyncLLM:
         """How the engine does, or why there is none any more."""
         self._read()
         health = self._client.health
-        return health if self._dead is None else replace(health, ready=False, quiet=None, reason=self._dead)
+        if self._dead is None:
+            return health
+        return replace(health, ready=False, quiet=None, reason=self._dead, replacing=None)
 
     @property
     def engine_pid(self) -> int | None:

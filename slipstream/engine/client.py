@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import Any, Protocol
+from typing import Any, Literal, Protocol
 
 from slipstream.contracts.limits import ModelLimits
 from slipstream.contracts.outputs import EngineOutputs
@@ -26,7 +26,8 @@ class EngineInfo:
 
 @dataclass(frozen=True, slots=True)
 class EngineHealth:
-    """ready: an engine is up, and who computes for it. restarts: engines that took over from one that was
+    """ready: an engine is up, and who computes for it; replacing: what starts anew, None where
+    nothing does. restarts: engines that took over from one that was
     lost; worker_restarts: workers of this engine that did. progress: messages taken, steps made and looks at
     a worker by this engine; quiet: seconds since that moved while requests were live, None while no engine is
     up. reason: why there is no engine and will be none, else empty."""
@@ -37,6 +38,7 @@ class EngineHealth:
     progress: int = 0
     quiet: float | None = 0.0
     reason: str = ""
+    replacing: Literal["engine", "worker"] | None = None
 
 
 class EngineClient(Protocol):

@@ -58,8 +58,15 @@ class SteadyClient:
     @property
     def health(self) -> EngineHealth:
         quiet = time.monotonic() - self._watchdog.since if self._state == "up" else None
-        ready = self._state == "up" and self._worker_pid != 0
-        return EngineHealth(ready, self.restarts, self._worker_restarts, self._now.progress, quiet)
+        replacing: Literal["engine", "worker"] | None = None
+        if self._state != "up":
+            replacing = "engine"
+        elif not self._worker_pid:
+            replacing = "worker"
+        return EngineHealth(
+            replacing is None, self.restarts, self._worker_restarts, self._now.progress, quiet,
+            replacing=replacing,
+        )
 
     @property
     def pid(self) -> int:

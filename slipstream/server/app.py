@@ -23,6 +23,8 @@ from slipstream.server.streams import ClientGone, json_answer
 from slipstream.server.tracing import Spans, TraceParent
 
 if TYPE_CHECKING:
+    from slipstream.contracts.outputs import EngineStats
+    from slipstream.engine.client import EngineHealth
     from slipstream.text.tokenizer import Tokenizer
 
 log = get_logger(__name__)
@@ -52,6 +54,7 @@ class Health(TypedDict):
     status: Literal["ready", "restarting", "dead"]
     live: bool
     ready: bool
+    replacing: Literal["engine", "worker"] | None
     progress: int
     quiet_seconds: float | None
     restarts: int
@@ -125,6 +128,22 @@ async def _client_gone(request: Request, _error: Exception) -> Response:
     return Response(status_code=CLIENT_GONE)
 
 
+def _health(now: EngineHealth, stats: EngineStats) -> Health:
+    return {
+        "status": "dead" if now.reason else "ready" if now.ready else "restarting",
+        "live": not now.reason,
+        "ready": now.ready,
+        "replacing": now.replacing,
+        "progress": now.progress,
+        "quiet_seconds": None if now.quiet is None else round(now.quiet, 3),
+        "restarts": now.restarts,
+        "worker_restarts": now.worker_restarts,
+        "running": stats.num_running,
+        "waiting": stats.num_waiting,
+        "reason": now.reason,
+    }
+
+
 def _plain_routes(context: Context) -> APIRouter:
     routes = APIRouter(tags=["server"])
     card: ModelCard = {
@@ -140,20 +159,8 @@ def _plain_routes(context: Context) -> APIRouter:
     async def health() -> Response:
         """200 while requests are computed, 503 while another engine or worker starts and once there is none.
         progress: messages, steps and looks of this engine; quiet_seconds: since that moved."""
-        now, stats = context.engine.health, context.engine.stats
-        told: Health = {
-            "status": "dead" if now.reason else "ready" if now.ready else "restarting",
-            "live": not now.reason,
-            "ready": now.ready,
-            "progress": now.progress,
-            "quiet_seconds": None if now.quiet is None else round(now.quiet, 3),
-            "restarts": now.restarts,
-            "worker_restarts": now.worker_restarts,
-            "running": stats.num_running,
-            "waiting": stats.num_waiting,
-            "reason": now.reason,
-        }
-        body = json_answer(told).body
+        now = context.engine.health
+        body = json_answer(_health(now, context.engine.stats)).body
         return Response(body, 200 if now.ready else 503, media_type="application/json")
 
     @routes.get("/v1/models", responses={200: {"model": ModelList}})

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import os
 import signal
+import time
 from collections.abc import AsyncGenerator, Iterator
 from typing import Any
 
@@ -22,6 +23,7 @@ from slipstream import (
 from slipstream.contracts.errors import CrashLoopError
 from slipstream.contracts.structured_outputs import StructuredOutputsParams
 from slipstream.engine.faults import Losses, Watchdog
+from slipstream.engine.spare import SPARE_SECONDS, Spare
 from slipstream.engine.steady_client import SteadyClient
 
 SMALL = {
@@ -217,3 +219,43 @@ def test_only_what_stands_still_while_requests_are_live_is_stuck() -> None:
     assert not dog.stuck(2, 9.0, True, 325.0)
     assert dog.stuck(2, 18.0, True, 325.2), "it computes for ever"
     assert not Watchdog(0.0).stuck(2, 0.0, True, 1e9)
+
+
+class Waiting:
+    """A process that may be kept ready."""
+
+    def __init__(self, quiet: bool) -> None:
+        self.quiet, self.ended, self.closed = quiet, False, False
+
+    def kill(self) -> None:
+        self.ended = True
+
+    def close(self) -> None:
+        self.closed = True
+
+
+def test_a_spare_comes_some_time_after_a_start_and_one_that_has_died_is_not_taken(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    spare, now = Spare(Waiting, wanted=True), [0.0]
+    monkeypatch.setattr(time, "monotonic", lambda: now[0])
+    spare.later()
+    spare.tend()
+    assert not spare.take().quiet, "none was due"
+    spare.later()
+    now[0] += SPARE_SECONDS
+    spare.tend()
+    first = spare.take()
+    assert first.quiet and not first.ended
+    spare.tend()
+    assert not spare.take().quiet, "nobody computes who could do without the processor"
+    spare.later()
+    now[0] += SPARE_SECONDS
+    spare.tend()
+    spare._ready.ended = True
+    assert not spare.take().quiet
+    unwanted = Spare(Waiting, wanted=False)
+    unwanted.later()
+    now[0] += SPARE_SECONDS
+    unwanted.tend()
+    assert not unwanted.take().quiet

@@ -39,7 +39,8 @@ def test_a_stream_outlives_its_engine_and_a_crash_loop_ends_the_server(
                 if not killed and len(text) > 20:
                     kill_engine()
                     assert wait_for(lambda: health().status_code == 503)
-                    assert health().json()["status"] == "restarting" and health().json()["live"]
+                    told = health().json()
+                    assert (told["status"], told["live"], told["replacing"]) == ("restarting", True, "engine")
                     killed = True
         assert text == calm.choices[0].text and usage.completion_tokens == 200
         assert health().status_code == 200 and health().json()["restarts"] == 1
