@@ -2,7 +2,7 @@
 
 poison: it is killed in any step that computes a request with the token POISON; hungry: a step of more tokens
 than FITS, or with POISON, finds too little memory; doomed: it is killed in every step; broken: every step
-raises.
+raises; held: the device runs none of the first HELD steps before the plan of the next one is there.
 """
 
 from __future__ import annotations
@@ -10,6 +10,8 @@ from __future__ import annotations
 import os
 import signal
 import sys
+import threading
+from collections import defaultdict
 from collections.abc import Callable
 from typing import Any
 
@@ -17,7 +19,7 @@ import torch
 
 from slipstream.engine import worker_process
 
-POISON, FITS = 77, 48
+POISON, FITS, HELD = 77, 48, 40
 
 
 def watch(runner: Any, fault: Callable[[Any, set[int]], None]) -> None:
@@ -56,12 +58,27 @@ def broken(plan: Any, rows: set[int]) -> None:
     raise RuntimeError("the device fell off")
 
 
+def hold(runner: Any) -> None:
+    """A worker that waited for a result before it took the next plan would wait for ever."""
+    step, came = runner.step, defaultdict[int, threading.Event](threading.Event)
+
+    def held(plan: Any) -> Any:
+        came[plan.step].set()
+        following = came[plan.step + 1]
+        if plan.step < HELD:
+            runner.stream.submit(following.wait)
+        return step(plan)
+
+    runner.step = held
+
+
 if __name__ == "__main__":
     build = worker_process.build_runner
 
     def build_with_fault(plan: Any, known: Any) -> Any:
         built = build(plan, known)
-        watch(built.runner, globals()[os.environ["FAULT"]])
+        fault = os.environ["FAULT"]
+        hold(built.runner) if fault == "held" else watch(built.runner, globals()[fault])
         return built
 
     worker_process.build_runner = build_with_fault

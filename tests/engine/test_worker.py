@@ -58,6 +58,21 @@ def poisoned(core: EngineCore, key: int) -> EngineRequest:
     return make_request(core, key, [faulty_worker.POISON, 5, 6], PARAMS)
 
 
+def test_a_worker_takes_the_next_plan_while_a_step_is_not_done(
+    fault: Callable[[str], None], tiny_model: Callable[..., Path], expected: dict[int, list[int]]
+) -> None:
+    fault("held")
+    core = make_core(
+        tiny_model("llama"), **SMALL, distributed_executor_backend="mp", spare_processes=False,
+        engine_progress_timeout=30.0,
+    )  # fmt: skip
+    found = run(core, requests(core, range(8)))
+    assert core._executor.restarts == 0
+    core.close()
+    assert {key: one.tokens for key, one in found.items()} == expected
+
+
+
 def tokens(found: dict[int, Collected], keys: range) -> dict[int, list[int]]:
     return {key: found[key].tokens for key in keys}
 
