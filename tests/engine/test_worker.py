@@ -64,7 +64,7 @@ def test_a_worker_takes_the_next_plan_while_a_step_is_not_done(
     fault("held")
     core = make_core(
         tiny_model("llama"), **SMALL, distributed_executor_backend="mp", spare_processes=False,
-        engine_progress_timeout=30.0,
+        engine_progress_timeout=10.0,
     )  # fmt: skip
     found = run(core, requests(core, range(8)))
     assert core._executor.restarts == 0
