@@ -28,7 +28,10 @@ from slipstream import (
 )
 from slipstream.text.tokenizer import Tokenizer, load_tokenizer
 
-SMALL = {"dtype": "float32", "max_model_len": 256, "max_num_seqs": 16, "num_gpu_blocks_override": 257}
+SMALL = {
+    "dtype": "float32", "max_model_len": 256, "max_num_seqs": 16, "num_gpu_blocks_override": 257,
+    "spare_processes": False,
+}  # fmt: skip
 FINAL = RequestOutputKind.FINAL_ONLY
 DELTA = SamplingParams(temperature=0, max_tokens=40, ignore_eos=True, output_kind=RequestOutputKind.DELTA)
 

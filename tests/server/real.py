@@ -21,6 +21,7 @@ SMALL = {
     "num_gpu_blocks_override": 129,
     "max_num_seqs": 16,
     "max_num_batched_tokens": 64,
+    "spare_processes": False,  # what they import costs other tests their time
 }
 
 
