@@ -271,7 +271,7 @@ def test_a_server_that_does_not_end_is_left() -> None:
 
 
 def test_answers_without_tokens_are_failures() -> None:
-    assert run_against([], 1).records[0].error == "the answer held no tokens"
+    assert run_against(Trickle([]), 1).records[0].error == "the answer held no tokens"
 
 
 @pytest.mark.parametrize(("strategy", "middle"), [("linear", 50.5), ("exponential", 10.0)])

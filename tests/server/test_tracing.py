@@ -142,16 +142,36 @@ def test_a_server_that_cannot_send_spans_does_not_start(monkeypatch: pytest.Monk
         ServerOptions(otlp_traces_endpoint="http://x")
 
 
-def test_a_logged_request_has_its_id_and_counts_and_none_of_its_text(
-    caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(logging.getLogger("slipstream"), "propagate", True)
+class Kept(logging.Handler):
+    """Keeps records. caplog gets them twice where an earlier test has set up our logging."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.records: list[logging.LogRecord] = []
+
+    def emit(self, record: logging.LogRecord) -> None:
+        self.records.append(record)
+
+
+@pytest.fixture
+def kept() -> Iterator[Kept]:
+    """What the server logs."""
+    handler, logger = Kept(), logging.getLogger("slipstream.server")
+    level = logger.level
+    logger.addHandler(handler)
+    logger.setLevel(logging.INFO)
+    yield handler
+    logger.setLevel(level)
+    logger.removeHandler(handler)
+
+
+def test_a_logged_request_has_its_id_and_counts_and_none_of_its_text(kept: Kept) -> None:
     options = ServerOptions(enable_log_requests=True)
     app = build_app(ScriptedEngine(reply="secret"), "s", tokenizer=ByteTokenizer(), options=options)
-    with caplog.at_level("INFO", "slipstream.server"), serve(app) as live:
+    with serve(app) as live:
         body = {"prompt": "private", "max_tokens": 4, "request_id": "mine"}
         live.raw_json("/v1/completions", body)
-    (record,) = [record for record in caplog.records if record.getMessage() == "request ended"]
+    (record,) = [record for record in kept.records if record.getMessage() == "request ended"]
     fields = record.fields  # type: ignore[attr-defined]
     assert fields["request"].startswith("cmpl-mine-")
     assert (fields["reason"], fields["prompt_tokens"], fields["output_tokens"]) == ("length", 7, 4)
