@@ -5,8 +5,8 @@ its own, with SmolLM2-135M-Instruct unless --model says otherwise.
     python benchmarks/soak.py churn [--seconds 600] [--connections 1000] [--json FILE]
 
 overload: the sustainable rate is measured with all rows busy; then `factor` times as many requests a second
-arrive. Holds if answers are 200 with all their tokens, or 429 or 503 with Retry-After; if memory is bounded;
-and if the latency of a lone request is back within RECOVERY seconds.
+arrive. Holds if answers are 200 with all their tokens, or 429 or 503 with Retry-After; if nearly as many are
+200 as could be; if memory is bounded; and if the latency of a lone request is back within RECOVERY seconds.
 churn: every connection sends one request after the other: streams that are read to the end, dropped after
 some chunks, read slowly, cancelled before anything came, and whole answers; now and then it reconnects. Holds
 if nothing but 200 was answered, every process's memory is flat, and no row or block is in use at the end.
@@ -39,6 +39,7 @@ import psutil
 ROWS = 32
 RECOVERY, SLOWER = 10.0, 2.0  # seconds; latency counts as back below so many times that of a calm server
 FLAT, GROWTH = 0.05, 0.10  # of a process's resident memory: churn, overload
+GOODPUT = 0.8  # of the sustainable rate, under overload
 SAMPLE_SECONDS = 2.0
 OUTPUT = 16  # tokens of a request of the overload
 WORDS = Path(__file__).read_text().split()
@@ -189,6 +190,7 @@ async def overload(options: argparse.Namespace) -> dict[str, Any]:
         grown = server.grown((first, first + third), (last - third, last))
     holds = {
         "answers": not (calm.wrong + warm.wrong + flood.wrong + after.wrong),
+        "goodput": flood.statuses[200] >= GOODPUT * sustained * options.seconds,
         "memory": max(grown.values()) <= GROWTH,
         "recovery": recovered <= RECOVERY,
         "nothing left": not any(used.values()),
