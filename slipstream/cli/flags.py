@@ -51,6 +51,8 @@ def _joined(arguments: Sequence[str]) -> list[str]:
         place = objects.setdefault(_dashes(flag), {})
         for part in outer:
             place = place.setdefault(part, {})
+            if not isinstance(place, dict):
+                raise ValueError(f"{name}: {part} is a value, by another flag, and can't have keys")
         place[key] = _value(value if equals else next(left, ""))
     both = objects.keys() & {argument.partition("=")[0] for argument in kept}
     if both:

@@ -109,6 +109,7 @@ def test_what_is_no_whole_number_is_refused(text: str) -> None:
         (["bench"], "BENCHMARK"),
         (["serve", "m", "--log-level", "loud"], "--log-level"),
         (["serve", "m", "--log-format", "xml"], "--log-format"),
+        (["serve", "m", "--compilation-config.a", "1", "--compilation-config.a.b", "2"], "config.a.b"),
     ],
 )
 def test_wrong_flags_are_named(argv: list[str], words: str, capsys: pytest.CaptureFixture[str]) -> None:
