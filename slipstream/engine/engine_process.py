@@ -8,7 +8,6 @@ word makes it a spare for engines of this executor: it imports quietly, has a wo
 from __future__ import annotations
 
 import functools
-import gc
 import shutil
 import signal
 import socket
@@ -26,7 +25,7 @@ from slipstream.contracts.outputs import EngineOutputs
 from slipstream.contracts.request import EngineRequest
 from slipstream.engine import wire
 from slipstream.engine.faults import LOOK_SECONDS
-from slipstream.engine.processes import LENGTH, Counter, end_with_parent, import_quietly
+from slipstream.engine.processes import LENGTH, Counter, end_with_parent, import_quietly, keep_for_good
 from slipstream.engine.worker import Worker
 from slipstream.engine.worker_process import MODULES
 from slipstream.observe.log import setup
@@ -146,9 +145,7 @@ def _serve(
         core = open_core(start.args, counter.count, make, worker)
     except ValueError as error:
         raise NotHonoured(str(error)) from error
-    # Nothing made so far will ever be garbage: the collector need not walk through it between steps.
-    gc.collect()
-    gc.freeze()
+    keep_for_good()
     outbox.send_multipart((wire.READY, wire.encode(core.info)))
     try:
         run(core, inbox, outbox, counter.count)

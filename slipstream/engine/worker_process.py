@@ -8,7 +8,6 @@ long as the engine does.
 
 from __future__ import annotations
 
-import gc
 import os
 import signal
 import sys
@@ -28,6 +27,7 @@ from slipstream.engine.processes import (
     die_with_parent_thread,
     end_with_parent,
     import_quietly,
+    keep_for_good,
 )
 from slipstream.engine.runners import Built, Handle, Runner, build_runner, free_caches, lacked_memory
 from slipstream.observe.log import setup
@@ -89,9 +89,7 @@ def _serve(start: worker_wire.WorkerStart, receiver: Receiver, sender: Sender) -
         built = build_runner(plan, start.memory)
     except ValueError as error:
         raise _NotHonouredError(str(error)) from error
-    # Nothing made so far will ever be garbage: the collector need not walk through it between steps.
-    gc.collect()
-    gc.freeze()
+    keep_for_good()
     ready = worker_wire.WorkerReady(plan, built.memory, built.linear_name, built.linear_reason)
     sender.send(worker_wire.READY, wire.encode(ready))
     _step(built, receiver, sender)
