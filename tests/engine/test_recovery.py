@@ -10,6 +10,7 @@ from collections.abc import AsyncGenerator, Iterator
 from typing import Any
 
 import pytest
+from harness import DEVICE
 from text_model import make_text_model
 
 from slipstream import (
@@ -27,8 +28,9 @@ from slipstream.engine.spare import SPARE_SECONDS, Spare
 from slipstream.engine.steady_client import SteadyClient
 
 SMALL = {
-    "dtype": "float32", "max_model_len": 256, "max_num_seqs": 6, "max_num_batched_tokens": 48,
-    "num_gpu_blocks_override": 257, "engine_progress_timeout": 1.0, "spare_processes": False,
+    "device": DEVICE, "dtype": "float32", "max_model_len": 256, "max_num_seqs": 6,
+    "max_num_batched_tokens": 48, "num_gpu_blocks_override": 257, "engine_progress_timeout": 1.0,
+    "spare_processes": False,
 }  # fmt: skip
 PLAIN = SamplingParams(
     temperature=0, max_tokens=150, ignore_eos=True, output_kind=RequestOutputKind.DELTA, seed=5

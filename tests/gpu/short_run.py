@@ -1,0 +1,73 @@
+"""A short run of everything that a step may do, for compute-sanitizer: the V2 runner on a tiny model.
+
+    compute-sanitizer --tool memcheck --error-exitcode 9 python tests/gpu/short_run.py [--eager] [--steps 20]
+
+Rows come and go, prompts come in pieces, rows preempt each other, every sampling feature is in use, plainly
+and with n-gram and suffix drafts. --eager: without graphs; with PYTORCH_NO_CUDA_MEMORY_CACHING=1 every tensor
+is then an allocation of its own, so that no access beyond one lands in its neighbour.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import sys
+import tempfile
+from pathlib import Path
+
+import numpy as np
+
+ROOT = Path(__file__).parents[2]
+sys.path[:0] = [str(ROOT / folder) for folder in ("", "tests")]
+os.environ["SLIPSTREAM_TEST_DEVICE"] = "cuda"
+
+from harness import make_core, make_request, run  # noqa: E402
+from tiny_models import make_tiny_model  # noqa: E402
+
+from slipstream.contracts.sampling_params import SamplingParams  # noqa: E402
+
+PARAMS = (
+    dict(temperature=0.0),
+    dict(temperature=0.9, top_k=20, top_p=0.9, min_p=0.01),
+    dict(temperature=0.8, repetition_penalty=1.2, frequency_penalty=0.3, presence_penalty=0.2),
+    dict(temperature=0.7, logprobs=5),
+    dict(temperature=1.0, logit_bias={5: 4.0}, min_tokens=7, stop_token_ids=[7]),
+    dict(temperature=0.0, prompt_logprobs=3),
+)
+DRAFTS = (
+    None,
+    {"method": "ngram", "num_speculative_tokens": 3, "prompt_lookup_min": 1, "prompt_lookup_max": 3},
+    {"method": "suffix", "num_speculative_tokens": 4},
+)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser()
+    parser.add_argument("--eager", action="store_true")
+    parser.add_argument("--steps", type=int, default=20, help="tokens of each answer")
+    args = parser.parse_args()
+    rng = np.random.default_rng(1)
+    with tempfile.TemporaryDirectory() as folder:
+        for family in ("qwen3", "llama"):
+            model = make_tiny_model(Path(folder) / family, family)
+            for drafts in DRAFTS:
+                core = make_core(
+                    model, dtype="bfloat16", max_num_seqs=6, max_num_batched_tokens=32, block_size=4,
+                    num_gpu_blocks_override=30, max_model_len=64, enforce_eager=args.eager,
+                    speculative_config=drafts,
+                )  # fmt: skip
+                kinds = [SamplingParams(max_tokens=args.steps, ignore_eos=True, **kind) for kind in PARAMS]
+                requests = [
+                    make_request(core, key, rng.integers(3, 250, 7 + 9 * (key % 5)).tolist(), kind, key)
+                    for key, kind in enumerate(2 * kinds)
+                ]
+                found = run(core, requests, {request.key: request.key for request in requests})
+                stats = core.scheduler.stats()
+                core.close()
+                assert all(not one.errors and one.tokens for one in found.values())
+                assert stats.preemptions > 0
+                print(f"{family}, drafts of {drafts and drafts['method']}: {stats.steps} steps", flush=True)
+
+
+if __name__ == "__main__":
+    main()
