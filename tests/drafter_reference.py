@@ -219,3 +219,20 @@ def save(
     else:
         torch.save(tensors, folder / file)
     return folder
+
+
+def make_drafters(folder: Path, drafts: int) -> dict[str, Path]:
+    """A folder of random weights for each method that has some, for targets of this hidden size and
+    vocabulary with four layers; but for draft models, which are any model."""
+    torch.manual_seed(2)
+    embed = torch.randn(VOCAB, HIDDEN)
+    aux = {"draft_vocab_size": 100, "eagle_aux_hidden_state_layer_ids": [1, 2, 3]}
+    heads = {"num_heads": drafts, "num_hidden_layers": 2, "original_lm_head": True}
+    stages = {"emb_dim": HIDDEN, "inner_dim": 48, "n_predict": drafts}
+    made = {
+        "eagle": (LAYER, Eagle1(embed, embed)),
+        "eagle3": (LAYER | aux, Eagle3(embed)),
+        "medusa": (heads, MedusaHeads(drafts, mapped=True)),
+        "mlp_speculator": (stages, MlpStages(drafts)),
+    }
+    return {name: save(folder / name, c, enlarged(net).state_dict()) for name, (c, net) in made.items()}

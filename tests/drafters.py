@@ -1,5 +1,5 @@
-"""A drafter by import path (method custom_class), for a CPU: it knows what is to come and mostly says so. And
-a number of drafts that never changes."""
+"""Drafters by import path (method custom_class): for a CPU, one that knows what is to come and mostly says
+so; for any device, one that a graph can hold. And a number of drafts that never changes."""
 
 from __future__ import annotations
 
@@ -24,6 +24,28 @@ class FixedDrafting(NoDrafting):
 
     def choose(self, lanes: int) -> int:
         return self.limit
+
+
+class LastAgain:
+    """Guesses that the last token comes again, and again."""
+
+    name = "custom_class"
+    columns: tuple[Column, ...] = ()
+    layers = ()
+    aux_layers = ()
+    num_bytes = 0
+
+    def __init__(self, target: Target, config: SpeculativeConfig) -> None:
+        self.num_drafts = config.num_speculative_tokens
+
+    def admit(self, request: EngineRequest, write: RowWriter) -> None:
+        """Everything is in the tokens."""
+
+    def propose(self, step: DraftStep) -> Drafts:
+        row_L = step.inputs.row_L.clamp(0, len(step.columns["length"]) - 1)  # for trials that compute nothing
+        last_L = step.columns["tokens"][row_L, (step.columns["length"][row_L] - 1).long()]
+        token_LK = last_L[:, None].expand(-1, self.num_drafts).contiguous()
+        return Drafts(token_LK, torch.full_like(last_L, self.num_drafts))
 
 
 class Truthful:

@@ -7,8 +7,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-import torch
-from drafter_reference import HIDDEN, LAYER, VOCAB, Eagle1, Eagle3, MedusaHeads, MlpStages, enlarged, save
+from drafter_reference import make_drafters
 from drafters import FixedDrafting
 from harness import Collected, make_core, make_request, run
 
@@ -26,20 +25,7 @@ def target(tiny_model) -> Path:
 @pytest.fixture(scope="module")
 def drafters(target: Path, tmp_path_factory) -> dict[str, Path]:
     """A folder for each method, of random weights."""
-    folder = tmp_path_factory.mktemp("drafters")
-    torch.manual_seed(2)
-    embed = torch.randn(VOCAB, HIDDEN)
-    aux = {"draft_vocab_size": 100, "eagle_aux_hidden_state_layer_ids": [1, 2, 3]}
-    heads = {"num_heads": DRAFTS, "num_hidden_layers": 2, "original_lm_head": True}
-    stages = {"emb_dim": HIDDEN, "inner_dim": 48, "n_predict": DRAFTS}
-    made = {
-        "eagle": (LAYER, Eagle1(embed, embed)),
-        "eagle3": (LAYER | aux, Eagle3(embed)),
-        "medusa": (heads, MedusaHeads(mapped=True)),
-        "mlp_speculator": (stages, MlpStages()),
-    }
-    found = {name: save(folder / name, c, enlarged(net).state_dict()) for name, (c, net) in made.items()}
-    return {**found, "draft_model": target}
+    return {**make_drafters(tmp_path_factory.mktemp("drafters"), DRAFTS), "draft_model": target}
 
 
 def texts(
