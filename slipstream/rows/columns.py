@@ -29,6 +29,11 @@ class Column:
     writer: Literal["admit", "commit", "plan"] = "admit"
 
 
+def blocks_width(max_model_len: int, block_size: int) -> int:
+    """Words of the column "blocks": at least two, since one would be a scalar of the record."""
+    return max(-(-max_model_len // block_size), 2)
+
+
 class RowWriter(Protocol):
     """Where admission writes a row's columns. Scalars not set take their default."""
 

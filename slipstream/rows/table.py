@@ -16,7 +16,7 @@ import torch
 
 from slipstream.contracts import limits
 from slipstream.contracts.step import Admission, StepPlan
-from slipstream.rows.columns import LEGAL, Column
+from slipstream.rows.columns import LEGAL, Column, blocks_width
 from slipstream.rows.doors import InDoor, StagedWrites
 
 Array = np.ndarray
@@ -81,7 +81,7 @@ class RowTable:
         self.padding_row = max_num_seqs
         self.block_size = block_size
         self.max_model_len = max_model_len
-        self.max_blocks = -(-max_model_len // block_size)
+        self.max_blocks = blocks_width(max_model_len, block_size)
         self.device = device
         declared = (*base_columns(max_model_len, self.max_blocks), *columns)
         self._scalars = [c for c in declared if c.width == 1]

@@ -15,7 +15,7 @@ import torch
 from slipstream.attention.protocol import AttentionBackend
 from slipstream.contracts.request import EngineRequest
 from slipstream.kernels.step_inputs import StepInputs
-from slipstream.rows.columns import Column
+from slipstream.rows.columns import Column, blocks_width
 from slipstream.runner_v1.batch import Batch, Lane
 from slipstream.runner_v1.request import Declared, LiveRequest, RequestWriter
 from slipstream.speculation.protocol import Drafter, DraftStep
@@ -66,7 +66,7 @@ class ModuleProposer(Proposer):
         self.aux_layers = drafter.aux_layers
         self._drafter, self._attention = drafter, attention
         self._block_size, self._device = block_size, device
-        lists = (Column("tokens", width=max_len), Column("blocks", width=-(-max_len // block_size)))
+        lists = (Column("tokens", width=max_len), Column("blocks", width=blocks_width(max_len, block_size)))
         scalars = ("alive", "length", "num_computed", "max_len", "draft_count")
         declared = (*lists, *map(Column, scalars), *columns, *drafter.columns)
         self._declared: Declared = {column.name: column for column in declared}

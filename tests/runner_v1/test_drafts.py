@@ -59,6 +59,18 @@ def test_texts_are_those_of_plain_decoding(model: Path, plain: dict[int, Collect
     assert stats.preemptions > 0 and 0 < stats.accepted_tokens < stats.draft_tokens
 
 
+@pytest.mark.parametrize("runner", ["v1", "v2"])
+def test_a_block_may_hold_a_whole_row(model: Path, plain: dict[int, Collected], runner: str) -> None:
+    config = {"method": "draft_model", "model": str(model)}
+    core = make_core(
+        model, model_runner=runner, block_size=256, num_gpu_blocks_override=20, speculative_config=config
+    )
+    requests = mixed(core, 4)
+    got = run(core, requests)
+    core.close()
+    assert all(got[request.key].tokens == plain[request.key].tokens for request in requests)
+
+
 def test_an_ngram_is_the_longest_and_of_equals_the_most_recent() -> None:
     #         0  1  2  3  4  5  6  7  8  9
     tokens = [1, 2, 3, 9, 2, 3, 8, 1, 2, 3]
