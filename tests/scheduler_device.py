@@ -7,6 +7,7 @@ lane that reads a slot which somebody else overwrote, or a prefix that is not it
 
 from __future__ import annotations
 
+import math
 import random
 from collections import deque
 from dataclasses import dataclass, field
@@ -40,6 +41,7 @@ def make_request(
     key: int, prompt: list[int] | int, max_tokens: int | None = 8, *, max_len: int | None = None,
     priority: int = 0, salt: str | None = None, ignore_eos: bool = False, prompt_logprobs: int | None = None,
     logprobs: int | None = None, resumed: list[int] | None = None,
+    admit_by: float = math.inf, first: int = -1,
 ) -> EngineRequest:
     """prompt: tokens, or how many (then they are the key's own)."""
     if isinstance(prompt, int):
@@ -52,6 +54,7 @@ def make_request(
         key=key, prompt_token_ids=np.array(prompt, np.int32), params=params, seed=key,
         end_token_ids=() if ignore_eos else (END,), max_len=max_len, priority=priority, arrival=0.0,
         cache_salt=salt, resumed_token_ids=np.array(resumed or [], np.int32),
+        admit_by=admit_by, first=first,
     )
 
 

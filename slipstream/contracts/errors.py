@@ -41,6 +41,10 @@ class StepMemoryError(EngineError):
     """A step found too little memory; whoever computed it can go on."""
 
 
+# The text of a request's own error where its wait was over; the front end makes it the error below.
+OVERDUE = "no row became free in time"
+
+
 class QueueTimeoutError(EngineError):
     """The request waited for a row longer than it was allowed to, and was given up. seconds: how long."""
 

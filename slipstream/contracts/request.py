@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -24,6 +25,9 @@ class EngineRequest:
     priority: lower is served first (policy "priority"); arrival: time.monotonic() seconds at the door.
     resumed_token_ids: int32; tokens already produced and delivered by an engine that is gone: they go on from
     there.
+    admit_by: time.monotonic() seconds, which all processes of a host share, as arrival: from then on it is
+    refused, unless it has had a row. first: key of the sample 0 of its request; once that one has had a row,
+    so may this, however late.
     grammar: what params.structured_outputs became at the door (grammar/form.py); empty where nothing
     constrains the text.
     """
@@ -40,3 +44,5 @@ class EngineRequest:
     cache_salt: str | None = None
     resumed_token_ids: Array = field(default_factory=lambda: np.empty(0, np.int32))
     grammar: str = ""
+    admit_by: float = math.inf
+    first: int = -1

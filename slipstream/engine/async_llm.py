@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import asyncio
+import math
+import time
 from collections.abc import AsyncGenerator, Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
@@ -10,7 +12,7 @@ from dataclasses import replace
 from typing import Protocol
 
 from slipstream.config.args import EngineArgs
-from slipstream.contracts.errors import EngineDeadError, EngineError, QueueTimeoutError
+from slipstream.contracts.errors import OVERDUE, EngineDeadError, EngineError, QueueTimeoutError
 from slipstream.contracts.outputs import EngineStats
 from slipstream.contracts.sampling_params import SamplingParams
 from slipstream.contracts.structured_outputs import FIELD
@@ -30,9 +32,11 @@ TEND_SECONDS, START_TEND_SECONDS = 0.25, 0.02
 MOST_COMPILING = 16  # requests whose grammars are compiled at once; others wait
 
 
-def failure(params: SamplingParams, text: str) -> Exception:
+def failure(state: RequestState, text: str) -> Exception:
     """Why a request failed alone: by what it asked, where the text names the field, else by us."""
-    asked, start = params.structured_outputs, f"{FIELD}: "
+    if text == OVERDUE:
+        return QueueTimeoutError(state.max_wait)
+    asked, start = state.prepared.params.structured_outputs, f"{FIELD}: "
     if asked is not None and text.startswith(start):
         return asked.wrong(text.removeprefix(start))
     return EngineError(text)
@@ -68,20 +72,6 @@ class SelectableClient(EngineClient, Protocol):
     def filenos(self) -> tuple[int, ...]:
         """Descriptors that become readable when receive(0) may have news; none while no engine is up."""
         ...
-
-
-class _Patience:
-    """Wakes a request's generator once it has waited `seconds` and owns no row. spent: that has happened."""
-
-    def __init__(self, seconds: float, state: RequestState, wake: asyncio.Event) -> None:
-        self.seconds = seconds
-        self.spent = False
-        self.timer = asyncio.get_running_loop().call_later(seconds, self._end, state, wake)
-
-    def _end(self, state: RequestState, wake: asyncio.Event) -> None:
-        if state.num_cached is None:  # told when a row is given
-            self.spent = True
-            wake.set()
 
 
 class AsyncLLM:
@@ -125,7 +115,8 @@ class AsyncLLM:
         max_wait: float | None = None,
     ) -> AsyncGenerator[RequestOutput, None]:
         """Outputs of one request as they come; the last one is `finished`. Closing the generator aborts.
-        max_wait: seconds that the request may wait for a row; QueueTimeoutError after them.
+        max_wait: seconds that the request may wait for a row; QueueTimeoutError where it got none by then.
+        The engine decides, so that nobody is refused who has just been let in.
 
         A reader that falls behind gets several steps in one output. Requests of one request_id are strangers
         to each other, but abort() ends all of them. Raises BadRequest, EngineError where this request fails,
@@ -141,25 +132,21 @@ class AsyncLLM:
             )
             self._check()
         state = self._outputs.open(request_id, prepared)
+        state.max_wait = math.inf if max_wait is None else max_wait
         wake = self._wake[state] = asyncio.Event()
-        patience = None if max_wait is None else _Patience(max_wait, state, wake)
         try:
             self._client.add(state.engine_requests())
             while True:
                 await wake.wait()
                 wake.clear()
                 self._check()
-                if patience is not None and patience.spent:
-                    raise QueueTimeoutError(patience.seconds)
                 if state.error is not None:
-                    raise failure(sampling_params, state.error)
+                    raise failure(state, state.error)
                 if (output := state.take()) is not None:
                     yield output
                     if output.finished:
                         return
         finally:
-            if patience is not None:
-                patience.timer.cancel()
             del self._wake[state]
             self._end([state])
 
@@ -230,10 +217,20 @@ class AsyncLLM:
                 self._client.add(self._outputs.resume(self._wake))
                 if self._lookers:
                     self._client.look()
+            elif not self._client.up:
+                self._refuse_overdue()
         if self._loop is not None:
             self._hear()
             seconds = TEND_SECONDS if self._client.up else START_TEND_SECONDS
             self._timer = self._loop.call_later(seconds, self._tend)
+
+    def _refuse_overdue(self) -> None:
+        """The engine says whose wait is over; while there is none, it is said here."""
+        now = time.monotonic()
+        for state, wake in self._wake.items():
+            if state.admit_by <= now:
+                state.error = OVERDUE
+                wake.set()
 
     def _read(self) -> None:
         """Take what the engine has sent."""

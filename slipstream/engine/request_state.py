@@ -5,6 +5,7 @@ Nothing is built until take(): a reader that falls behind gets its deltas joined
 
 from __future__ import annotations
 
+import math
 import time
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
@@ -95,10 +96,11 @@ class Sample:
 
 
 class RequestState:
-    """kind: the output kind in force. num_live: samples that run. prompt_logprobs grows chunk by chunk."""
+    """kind: the output kind in force. num_live: samples that run. prompt_logprobs grows chunk by chunk.
+    max_wait: seconds from its arrival on in which it must have a row."""
 
-    __slots__ = ("error", "kind", "metrics", "num_cached", "num_live", "prepared", "prompt_logprobs",
-                 "request_id", "samples")
+    __slots__ = ("error", "kind", "max_wait", "metrics", "num_cached", "num_live", "prepared",
+                 "prompt_logprobs", "request_id", "samples")
 
     def __init__(self, request_id: str, prepared: PreparedRequest, kind: RequestOutputKind) -> None:
         self.request_id = request_id
@@ -108,6 +110,7 @@ class RequestState:
         self.num_live = prepared.params.n
         self.num_cached: int | None = None
         self.error: str | None = None
+        self.max_wait = math.inf
         self.metrics = RequestMetrics(time.monotonic())
         scored = prepared.params.prompt_logprobs is not None
         self.prompt_logprobs: list[TokenScores | None] | None = [None] if scored else None
@@ -115,6 +118,11 @@ class RequestState:
     @property
     def finished(self) -> bool:
         return self.num_live == 0
+
+    @property
+    def admit_by(self) -> float:
+        """time.monotonic() seconds; what has had a row has waited enough."""
+        return self.metrics.arrival_time + self.max_wait if self.num_cached is None else math.inf
 
     def note_token(self) -> None:
         """A sample has tokens."""
@@ -150,6 +158,8 @@ class RequestState:
                 arrival=self.metrics.arrival_time,
                 cache_salt=prepared.cache_salt,
                 grammar=prepared.grammar,
+                admit_by=self.admit_by,
+                first=self.samples[0].key,
             )
             for sample in self.samples
         ]

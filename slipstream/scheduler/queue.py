@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import heapq
+import math
+import time
+from collections.abc import Callable
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -18,7 +21,8 @@ class Entry:
 
     order: (priority, arrival, sequence number); the lowest is served first and preempted last. tokens: int32,
     prompt and everything delivered, as of the last time it waited. chain: the root and digests of its full
-    blocks (see prefix.py). scored: first prompt position whose logprobs were not delivered yet. """
+    blocks (see prefix.py). scored: first prompt position whose logprobs were not delivered yet. first: the
+    entry of its request's first sample, where that is another. """
 
     request: EngineRequest
     order: tuple[int, float, int]
@@ -28,15 +32,24 @@ class Entry:
     waiting: bool = False
     admitted_before: bool = False
     scored: int = 0
+    first: Entry | None = None
+
+    @property
+    def had_row(self) -> bool:
+        """Whether it has waited long enough to be served, however late."""
+        return self.admitted_before or (self.first is not None and self.first.admitted_before)
 
 
 class WaitingQueue:
     """A heap by order. Entries that leave from its middle stay as dead weight until they surface.
 
-    While it is held, those who wait, and those who come, are not to be had, but for who is let in."""
+    While it is held, those who wait, and those who come, are not to be had, but for who is let in. clock: a
+    request's admit_by is a time of it."""
 
     def __init__(self) -> None:
         self._heap: list[tuple[tuple[int, float, int], Entry]] = []
+        self.clock: Callable[[], float] = time.monotonic
+        self._deadlines: list[tuple[float, int, Entry]] = []  # a heap
         self._size = 0
         self._held: dict[int, Entry] | None = None  # by key
         self._let_in: set[int] = set()
@@ -52,6 +65,20 @@ class WaitingQueue:
             heapq.heappush(self._heap, (entry.order, entry))
         else:
             self._held[key] = entry
+        if entry.request.admit_by < math.inf and not entry.had_row:
+            heapq.heappush(self._deadlines, (entry.request.admit_by, entry.order[-1], entry))
+            if len(self._deadlines) > 2 * self._size + 64:
+                self._deadlines = [item for item in self._deadlines if item[2].waiting]
+                heapq.heapify(self._deadlines)
+
+    def overdue(self) -> list[int]:
+        """Keys of those who must not be admitted any more, each once. Whoever has had a row is not one."""
+        now, keys = self.clock() if self._deadlines else 0.0, list[int]()
+        while self._deadlines and self._deadlines[0][0] <= now:
+            entry = heapq.heappop(self._deadlines)[2]
+            if entry.waiting and not entry.had_row:
+                keys.append(entry.request.key)
+        return keys
 
     def hold(self) -> None:
         """Nobody is to be had until let_in()."""

@@ -11,6 +11,7 @@ from collections.abc import Iterable
 
 import numpy as np
 
+from slipstream.contracts.errors import OVERDUE
 from slipstream.contracts.outputs import EngineOutputs, EngineStats
 from slipstream.contracts.request import EngineRequest
 from slipstream.contracts.step import Admission, Finish, StepPlan, StepResult
@@ -66,11 +67,9 @@ class Scheduler:
         # By how many tokens bounds may move before the lane set needs a block, and before it needs a look.
         self._room = self._run = 0
         self._elapsed = 0  # tokens that decode bounds have moved by since they were settled
-        self._drafts = 0  # of the last step planned
-        self._length_bound = 0
+        self._drafts = self._length_bound = 0  # of the last step planned
         self._blocked = False  # the head of the queue does not fit until somebody leaves
-        self._sequence = 0
-        self._step = 0
+        self._sequence = self._step = 0
         self._counts = EngineStats(
             num_blocks=config.usable_blocks, accepted_per_position=(0,) * (config.tokens_per_step - 1)
         )
@@ -88,9 +87,10 @@ class Scheduler:
             self.refuse(request, text)
             return
         priority = request.priority if self.config.policy == "priority" else 0
-        entry = Entry(request, (priority, request.arrival, self._sequence), tokens)
-        self._sequence += 1
+        order = (priority, request.arrival, self._sequence)
+        entry = Entry(request, order, tokens, first=self._entries.get(request.first))
         self._entries[request.key] = entry
+        self._sequence += 1
         self.waiting.push(entry)
         self._blocked = False
 
@@ -137,6 +137,7 @@ class Scheduler:
         """The next step; None where no row can compute now (results in flight may change that)."""
         grants, legal, admissions, changed = NO_GRANTS, NO_MASKS, [], False
         self._take_masks()
+        self.fail(self.waiting.overdue(), OVERDUE)
         drafts = self._drafting.choose(len(self._lanes.decode_row))
         if self._stale or self._run <= 0 or self._room <= drafts or self._prefills or self._may_admit():
             self._settle()
@@ -189,8 +190,7 @@ class Scheduler:
     def _grant(self, drafts: int) -> tuple[Array, Grants, bool, int]:
         """The decode rows of the next step, their new blocks, whether somebody was preempted for them, and
         the drafts that there is room for."""
-        config, pool = self.config, self._rows.pool
-        preempted = False
+        config, pool, preempted = self.config, self._rows.pool, False
         rows = self._columns.decoding()
         waits = bool(self._prefills) or self._may_admit()
         drafts = affordable_drafts(drafts, len(rows), config.max_num_batched_tokens, waits)
@@ -356,6 +356,7 @@ class Scheduler:
 
     def drain(self, always: bool = False) -> EngineOutputs | None:
         """News that no step will bring (refused and failed requests). None without any, unless always."""
+        self.fail(self.waiting.overdue(), OVERDUE)
         if not self._news and not always:
             return None
         return self._news.outputs(NO_KEYS, NO_ROWS, NO_TOKENS, NO_ROWS, None, self.stats())
@@ -396,5 +397,4 @@ class Scheduler:
         waiting = [entry for entry in self._entries.values() if entry.waiting]
         assert len(waiting) == len(self.waiting)
         assert len(self._entries) == len(waiting) + self.num_running, "a request is lost"
-        prefilling = np.flatnonzero(self._columns.phase == PREFILL)
-        assert sorted(self._prefills) == prefilling.tolist()
+        assert sorted(self._prefills) == np.flatnonzero(self._columns.phase == PREFILL).tolist()

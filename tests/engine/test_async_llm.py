@@ -5,14 +5,16 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import math
 import os
 import signal
+import time
 from collections.abc import AsyncGenerator, Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
-from scripted_engine import ScriptedClient
+from scripted_engine import ScriptedClient, make_outputs
 from text_model import ids_of, make_text_model, write_tokenizer
 
 from slipstream import (
@@ -26,6 +28,9 @@ from slipstream import (
     RequestOutputKind,
     SamplingParams,
 )
+from slipstream.contracts.errors import OVERDUE, QueueTimeoutError
+from slipstream.contracts.outputs import EngineOutputs
+from slipstream.contracts.step import Finish
 from slipstream.text.tokenizer import Tokenizer, load_tokenizer
 
 SMALL = {
@@ -143,6 +148,65 @@ def test_streams_end_with_the_reason_where_outputs_cannot_be_read(tokenizer, cap
         asyncio.run(collect(llm.generate([5], DELTA, "r")))
     assert "outputs could not be read" in caplog.text
     assert llm.errored
+
+
+class Delayed(ScriptedClient):
+    """Says nothing for `quiet` seconds after a request came; then that it was let in, or `refusal`."""
+
+    quiet, refusal = 0.6, ""
+
+    def receive(self, timeout: float | None = None) -> EngineOutputs | None:
+        if not self.seen or time.monotonic() < self.seen[0].arrival + self.quiet:
+            return None
+        if self.refusal:
+            gone, self.live = list(self.live), {}
+            ends = [(key, [], Finish.ERROR) for key in gone]
+            return make_outputs(ends, errors=[(key, self.refusal) for key in gone]) if gone else None
+        outputs = super().receive(timeout)
+        if outputs is not None:
+            outputs.num_cached = [(request.key, 0) for request in self.seen]
+        return outputs
+
+
+def test_who_was_let_in_is_not_refused_because_the_news_comes_late(tokenizer):
+    """As under overload, where the step of the admission takes longer than what was left of the wait."""
+    llm = AsyncLLM(Delayed(lambda request: ids_of("abcdef")), tokenizer)
+    outputs = asyncio.run(collect(llm.generate([5], DELTA, "r", max_wait=0.1)))
+    assert joined(outputs)[0] == "abcdef"
+    client = Delayed(lambda request: ids_of("abc"))
+    client.refusal = OVERDUE
+    llm = AsyncLLM(client, tokenizer)
+    with pytest.raises(QueueTimeoutError, match=r"within 0\.1 seconds"):
+        asyncio.run(collect(llm.generate([5], DELTA, "r", max_wait=0.1)))
+    request = client.seen[0]
+    assert request.admit_by == request.arrival + 0.1 and request.first == request.key
+
+
+def test_without_an_engine_the_wait_ends_in_time(tokenizer):
+    client = Delayed(lambda request: ids_of("abc"))
+    client.up, client.quiet = False, 60.0
+    llm = AsyncLLM(client, tokenizer)
+    begin = time.monotonic()
+    with pytest.raises(QueueTimeoutError):
+        asyncio.run(collect(llm.generate([5], DELTA, "r", max_wait=0.1)))
+    assert 0.1 <= time.monotonic() - begin < 5
+
+
+def test_a_new_engine_keeps_deadlines_of_those_who_never_had_a_row_only(tokenizer):
+    client = ScriptedClient(lambda request: ids_of("x" * 200))
+    llm = AsyncLLM(client, tokenizer)
+
+    async def main() -> list[float]:
+        runs = [llm.generate([5], DELTA, "r", max_wait=30.0) for _ in range(2)]
+        begun = [asyncio.create_task(anext(run)) for run in runs]
+        await asyncio.gather(*begun)
+        llm._outputs.process(make_outputs([], num_cached=[(client.seen[0].key, 0)]))
+        again = llm._outputs.resume(llm._wake)
+        for run in runs:
+            await run.aclose()
+        return [request.admit_by - request.arrival for request in again]
+
+    assert asyncio.run(main()) == pytest.approx([math.inf, 30.0])
 
 
 def test_shutdown_ends_streams_and_refuses_new_ones(tokenizer):
