@@ -8,6 +8,7 @@ there. A worker is this module as a program (python -m slipstream.kernels.precom
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import json
 import logging
@@ -115,16 +116,22 @@ class Workers:
                 if not worker.stdout.readline():
                     raise BrokenPipeError
         except IndexError:
-            worker.stdin.close()
+            pass
         except BrokenPipeError:
             log.warning("a process that compiles kernels has died; its kernel is compiled at first launch")
-        worker.wait()
+        _end(worker)
 
     def stop(self) -> None:
         """End them without work."""
         for worker in self._workers:
             worker.kill()
-            worker.wait()
+            _end(worker)
+
+
+def _end(worker: subprocess.Popen[str]) -> None:
+    """Close its pipes, at which it ends, and wait for that."""
+    with contextlib.suppress(BrokenPipeError), worker:  # what a dead one has not read goes nowhere
+        pass
 
 
 class Known:

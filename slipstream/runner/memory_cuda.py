@@ -3,7 +3,7 @@
 Graphs hold the addresses of the KV pool, so the pool comes first and is sized with an estimate of them:
 
     memory = CudaMemory(device)                   # weights, tables and a pool of few blocks are there
-    memory.profile(step)                          # the largest step, eager, waited for
+    memory.profile(step)                          # the largest step that no graph will hold, waited for
     memory.try_graphs([largest, another], count)  # captured, measured, dropped
     planned = size_kv_pool(plan, memory.measured(plan), bytes_per_block)
     allocate the pool
@@ -45,7 +45,8 @@ class CudaMemory:
         return total - free
 
     def profile(self, step: Callable[[], object]) -> None:
-        """step runs the largest step to its end; its peak over the weights becomes the activations."""
+        """step runs the largest eager step to its end; its peak over the weights becomes the activations.
+        Not called where every step is a graph: activations lie in the graphs' memory then."""
         torch.cuda.empty_cache()
         torch.cuda.reset_peak_memory_stats(self._device)
         step()

@@ -90,32 +90,39 @@ def warm_up(
     tick.point_all_lanes_nowhere()
     compiling.compile(lambda: tick.launch_each_kind(shapes), lambda: multiply_once(plan, device))
     memory = CudaMemory(device)
-    largest = max(shapes, key=lambda shape: (shape.tokens, shape.num_logprobs))
-    # Drafts make logits, and copies of them, larger than they are in the step of the most tokens.
-    widest = max(shapes, key=lambda shape: (shape.stage == FULL, shape.samples, shape.num_logprobs))
-
-    def try_largest() -> None:
-        for shape in (largest, widest)[: 1 + bool(widest.drafts)]:
-            tick.graphs.run(shape)
-        torch.cuda.synchronize(device)
-
-    memory.profile(try_largest)
-    log.info("the largest step has run: %d tokens", largest.tokens)
     # A step beyond the last bucket of the plan runs eagerly.
     most = plan.token_buckets[-1] if plan.graph_sizes else 0
     captured = [shape for shape in shapes if plan.graph_sizes and (shape.decode or shape.tokens <= most)]
+    # What others need lies in the graphs' memory; only these take activations beside them.
+    eager = [shape for shape in shapes if shape not in captured]
+
+    def try_largest(of: Sequence[Shape]) -> None:
+        for shape in _largest(of):
+            tick.graphs.run(shape)
+        torch.cuda.synchronize(device)
+
+    if eager:
+        memory.profile(lambda: try_largest(eager))
     if captured:
         tick.graphs.try_all(captured)
         trials = (captured[0], captured[len(captured) // 2], captured[-1])
         pool = torch.cuda.graph_pool_handle()
         captures = [functools.partial(tick.graphs.captured, shape, pool) for shape in trials]
         memory.try_graphs(captures, len(captured))
-    log.info("every shape has run")
+    log.info("every shape has run, the largest of %d tokens", max(shape.tokens for shape in shapes))
     planned = size_kv_pool(plan, memory.measured(plan), attention.bytes_per_block())
     attention.allocate(planned.num_blocks)
     _, taken = memory.taken_by(lambda: tick.graphs.capture(captured))
     log.info("captured %d graphs", len(tick.graphs))
-    try_largest()
+    try_largest(shapes)
     tick.begin()
     torch.cuda.synchronize(device)
     return settle(planned, taken, memory.used())
+
+
+def _largest(shapes: Sequence[Shape]) -> list[Shape]:
+    """Of these shapes, those of the largest tensors: drafts make logits, and copies of them, larger than they
+    are in the step of the most tokens."""
+    largest = max(shapes, key=lambda shape: (shape.tokens, shape.num_logprobs))
+    widest = max(shapes, key=lambda shape: (shape.stage == FULL, shape.samples, shape.num_logprobs))
+    return [largest, widest] if widest.drafts else [largest]

@@ -95,7 +95,7 @@ def test_what_graphs_read_and_write_never_moves(model):
 
     before = addresses()
     for kind in KINDS.values():
-        run(core, requests_of(core, kind, tokens=30))
+        run(core, requests_of(core, kind))
     assert addresses() == before
     core.close()
 

@@ -5,7 +5,7 @@ import subprocess
 import sys
 
 from slipstream.kernels import cache, precompile
-from slipstream.kernels.precompile import Known
+from slipstream.kernels.precompile import Known, Workers
 
 
 def test_launches_that_were_compiled_are_known_at_the_next_start(tmp_path, monkeypatch):
@@ -54,3 +54,12 @@ for name in {order}:
         keys.append(sorted(set(done.stdout.splitlines())))
     assert len(keys[0]) > 50
     assert keys[0] == keys[1]
+
+
+def test_a_process_that_dies_over_a_kernel_is_missed_and_leaves_no_open_pipe(monkeypatch, caplog):
+    monkeypatch.setattr(os, "cpu_count", lambda: 1)
+    workers = Workers((9, 0))
+    workers.compile(["not a launch"])
+    (process,) = workers._workers
+    assert process.poll() == 1 and process.stdin.closed and process.stdout.closed
+    assert "has died" in caplog.text
