@@ -2,13 +2,17 @@
 engine.
 
     python benchmarks/speculation.py --model FOLDER [--engine slipstream|vllm] [--spec JSON] [--json FILE]
-        [--concurrency 1 8 64 256] [--output-len 256]
+        [--concurrency 1 8 64 256] [--output-len 256] [--outputs FILE]
 
 Prompts are passages of Python's library and manual with a task, held out from examples/train_drafter.py, in
 the model's chat template. At each concurrency, batches of so many requests are given at once; one batch
-before them is not counted. Prints one JSON object a concurrency after the word RESULT: output tokens a
-second, and for Slipstream the draft tokens that were verified and taken and what a row gained in a step that
-verified drafts (accepted_length, the sampled token counted). text: a hash of all outputs.
+before them is not counted. Every prompt is given once: what remembers past outputs must not have seen an
+answer before. 1, 8, 64 and 256 have the same prompts each, whichever of them are asked for.
+
+Prints one JSON object a concurrency after the word RESULT: output tokens a second, and for Slipstream the
+draft tokens that were verified and taken and what a row gained in a step that verified drafts
+(accepted_length, the sampled token counted). text: a hash of all outputs. --outputs is what
+benchmarks/lookup_acceptance.py reads.
 """
 
 from __future__ import annotations
@@ -16,6 +20,7 @@ from __future__ import annotations
 import argparse
 import hashlib
 import importlib
+import itertools
 import json
 import os
 import sys
@@ -27,8 +32,8 @@ sys.path.insert(0, str(Path(__file__).parents[1] / "examples"))
 from training_prompts import CODE_TASKS, PROSE_TASKS, make_prompts
 
 MOST_PROMPT = 1024  # tokens
-# The fewest batches at each concurrency: a single request's speed depends on its prompt.
-BATCHES = {1: 12, 8: 4, 64: 2}
+# Batches at each concurrency: a single request's speed depends on its prompt.
+BATCHES = {1: 12, 8: 4, 64: 2, 256: 1}
 
 
 def quoting_prompts(count: int) -> list[str]:
@@ -61,6 +66,7 @@ def main() -> None:
     parser.add_argument("--output-len", type=int, default=256)
     parser.add_argument("--llm", default="{}", help="more LLM arguments as JSON")
     parser.add_argument("--json", type=Path, help="append the results, a line each")
+    parser.add_argument("--outputs", type=Path, help="append prompts and answers, a JSON line each")
     args = parser.parse_args()
     engine = importlib.import_module(args.engine)
     extra: dict[str, Any] = json.loads(args.llm)
@@ -72,11 +78,15 @@ def main() -> None:
         enable_prefix_caching=False, seed=0, **extra,
     )  # fmt: skip
     params = engine.SamplingParams(temperature=0.0, max_tokens=args.output_len, detokenize=False)
-    sizes = [count * BATCHES.get(count, 1) for count in args.concurrency]
-    # Every prompt is given once: what remembers past outputs must not have seen an answer before.
-    ids = iter(token_ids(args.model, quoting_prompts(sum(sizes) + sum(args.concurrency))))
-    for count, size in zip(args.concurrency, sizes, strict=True):
-        warm, prompts = ([{"prompt_token_ids": next(ids)} for _ in range(n)] for n in (count, size))
+    sizes = {count: count * BATCHES.get(count, 1) for count in sorted({*BATCHES, *args.concurrency})}
+    texts = iter(quoting_prompts(sum(sizes.values()) + sum(sizes)))
+    prompts_of = {
+        count: [list(itertools.islice(texts, n)) for n in (count, size)] for count, size in sizes.items()
+    }
+    for count in args.concurrency:
+        warm, prompts = (
+            [{"prompt_token_ids": ids} for ids in token_ids(args.model, part)] for part in prompts_of[count]
+        )
         llm.generate(warm, params, use_tqdm=False)
         outputs: list[Any] = []
         begin = time.perf_counter()
@@ -109,6 +119,11 @@ def report(args: argparse.Namespace, count: int, seconds: float, outputs: list[A
     if args.json:
         with args.json.open("a") as file:
             file.write(json.dumps(found) + "\n")
+    if args.outputs:
+        with args.outputs.open("a") as file:
+            for output, text in zip(outputs, texts, strict=True):
+                ids = dict(prompt_token_ids=list(output.prompt_token_ids), token_ids=list(text))
+                file.write(json.dumps(ids) + "\n")
 
 
 if __name__ == "__main__":
