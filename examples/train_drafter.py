@@ -2,7 +2,7 @@
 speculator, and a draft model that is a few of its own layers.
 
     python examples/train_drafter.py --model FOLDER --out drafters
-    python -m slipstream serve FOLDER --speculative-config \\
+    slipstream serve FOLDER --speculative-config \\
         '{"method": "eagle3", "model": "drafters/eagle3", "num_speculative_tokens": 3}'
 
 Each drafter gets a share of --seconds and is written as a folder in its public layout, in bfloat16, with
