@@ -1,4 +1,5 @@
-"""From arrays of a step to outputs of requests. Samples that nobody watches cost no Python until they end."""
+"""From arrays of a step to outputs of requests. Samples that nobody watches cost no Python until they end, or
+until somebody takes what they have."""
 
 from __future__ import annotations
 
@@ -24,7 +25,8 @@ _NOWHERE = 0  # the row that tokens of watched samples and of former owners fall
 
 
 class SampleStore:
-    """Live samples by key, and the tokens of those that nobody watches, appended by array operations.
+    """Live samples by key, and the tokens of those that nobody watches, appended by array operations. awaited:
+    by slot, whether a stream's reader is to be told of the next token.
 
     A key is a count of tenancies and a slot, so that keys are looked up without a dictionary, and news that
     comes late for a former owner of a slot is told apart. Rows of tokens are given with the first token.
@@ -37,6 +39,7 @@ class SampleStore:
         self._key_of = np.zeros(0, np.int64)
         self._row_of = np.zeros(0, np.int32)
         self.watched = np.zeros(0, np.bool_)  # by slot
+        self.awaited = np.zeros(0, np.bool_)
         self._drafts = np.zeros((3, 0), np.int64)  # steps that verified some, verified, taken, by slot
         self._free_rows: list[int] = []
         self._length = np.zeros(1, np.int32)
@@ -56,6 +59,7 @@ class SampleStore:
         self._key_of[slot] = sample.key
         self._row_of[slot] = _NOWHERE if sample.watched else -1
         self.watched[slot] = sample.watched
+        self.awaited[slot] = sample.streamed
         self._drafts[:, slot] = 0
 
     def _add_slots(self, count: int) -> None:
@@ -66,6 +70,7 @@ class SampleStore:
         self._key_of = np.concatenate((self._key_of, np.full(count, -1, np.int64)))
         self._row_of = np.concatenate((self._row_of, np.full(count, _NOWHERE, np.int32)))
         self.watched = np.concatenate((self.watched, np.zeros(count, np.bool_)))
+        self.awaited = np.concatenate((self.awaited, np.zeros(count, np.bool_)))
         self._drafts = np.concatenate((self._drafts, np.zeros((3, count), np.int64)), 1)
 
     def find(self, key: int) -> Sample | None:
@@ -83,7 +88,7 @@ class SampleStore:
         self._samples[slot] = None
         self._key_of[slot] = -1
         self._row_of[slot] = _NOWHERE
-        self.watched[slot] = False
+        self.watched[slot] = self.awaited[slot] = False
         self._free_slots.append(slot)
 
     def append(self, keys: Array, counts: Array, tokens: Array) -> tuple[Array, Array]:
@@ -144,10 +149,20 @@ class SampleStore:
         return sample
 
     def tokens(self, sample: Sample) -> list[int]:
-        """Everything stored of a sample: nothing where it is watched."""
+        """What is stored of a live sample: nothing where it is watched, of a stream what its reader has not
+        taken."""
         row = self._row_of[sample.key & _SLOT_MASK]
         stored: list[int] = self._tokens[row, : self._length[row]].tolist() if row > _NOWHERE else []
         return stored
+
+    def take(self, sample: Sample) -> list[int]:
+        """What is stored of a live stream, which is to be told of the next token from now on."""
+        slot = sample.key & _SLOT_MASK
+        tokens = self.tokens(sample)
+        if tokens:
+            self._length[self._row_of[slot]] = 0
+        self.awaited[slot] = True
+        return tokens
 
 
 class OutputProcessor:
@@ -172,7 +187,8 @@ class OutputProcessor:
     ) -> RequestState:
         """Expect outputs of a request. kind: instead of the one in its params."""
         params = prepared.params
-        state = RequestState(request_id, prepared, params.output_kind if kind is None else kind)
+        kind = params.output_kind if kind is None else kind
+        state = RequestState(request_id, prepared, kind, self._store.take)
         texts = self._detokenizers if params.detokenize else None
         for index in range(params.n):
             sample = Sample(state, index, None if texts is None else texts.open(params, prepared.token_ids))
@@ -187,7 +203,7 @@ class OutputProcessor:
             for sample in state.samples:
                 if sample.finish_reason is None:
                     keys.append(sample.key)
-                    self._end(sample, self._store.tokens(sample), Finish.ABORT, None)
+                    self._end(sample, Finish.ABORT)
         return keys
 
     def resume(self, states: Iterable[RequestState]) -> list[EngineRequest]:
@@ -214,7 +230,9 @@ class OutputProcessor:
         slots, live = self._store.append(outputs.keys, outputs.num_tokens, outputs.tokens)
         if outputs.drafted is not None:
             self._store.count_drafts(slots[live], outputs.drafted[live], outputs.num_tokens[live])
-        noted = np.flatnonzero(live & (self._store.watched[slots] | (outputs.finish != 0)))
+        told = self._store.awaited[slots] & (outputs.num_tokens > 0)
+        noted = np.flatnonzero(live & (self._store.watched[slots] | told | (outputs.finish != 0)))
+        self._store.awaited[slots[noted]] = False
         return self._advance(outputs, slots, noted) if len(noted) else ([], [])
 
     def _advance(
@@ -228,25 +246,23 @@ class OutputProcessor:
         for place, slot in zip(noted.tolist(), slots[noted].tolist(), strict=True):
             sample = self._store.sample(slot)
             request, finish, count = sample.request, _FINISH[finishes[place]], counts[place]
-            new = self._store.tokens(sample)
             if sample.watched:
                 new = tokens[ends[place] - count : ends[place]]
-            if new:
-                request.note_token()
-            scores = self._scores(outputs, place, count, sample)
-            if finish:
-                self._end(sample, new, finish, scores)
-            elif sample.advance(new, finish, scores):
-                stopped.append(sample.key)
-                self._ended(sample)
+                if new:
+                    request.note_token()
+                scores = self._scores(outputs, place, count, sample)
+                if sample.advance(new, finish, scores):
+                    stopped.append(sample.key)
+                if sample.finish_reason is not None:
+                    self._ended(sample)
+            elif finish:
+                self._end(sample, finish)
             if request.finished or request.kind != RequestOutputKind.FINAL_ONLY:
                 ready[request] = None
         return list(ready), stopped
 
-    def _end(
-        self, sample: Sample, tokens: list[int], finish: Finish, scores: list[TokenScores] | None
-    ) -> None:
-        sample.advance(tokens, finish, scores)
+    def _end(self, sample: Sample, finish: Finish) -> None:
+        sample.advance(self._store.tokens(sample), finish, None)
         self._ended(sample)
 
     def _ended(self, sample: Sample) -> None:

@@ -24,20 +24,21 @@ TokenText = Callable[[int], str | None]
 
 
 class Sample:
-    """One of a request's n sequences. token_ids: all of them where `watched`, else only once it has ended."""
+    """One of a request's n sequences. watched: somebody must look at each of its tokens. streamed: somebody
+    reads it as it comes, and looks at what has come when he does. token_ids: all of them where `watched`, what
+    was taken where `streamed`, else only once it has ended."""
 
     __slots__ = ("_detokenizer", "_new_text", "_seen_tokens", "_text", "cumulative_logprob", "finish_reason",
-                 "fresh", "index", "key", "logprobs", "request", "stop_reason", "token_ids", "watched")
+                 "fresh", "index", "key", "logprobs", "request", "stop_reason", "streamed", "token_ids",
+                 "watched")
 
     def __init__(self, request: RequestState, index: int, detokenizer: Detokenizer | None) -> None:
         params = request.prepared.params
         self.request = request
         self.index = index
         self.key = -1
-        # Somebody must look at each token of a watched sample: a reader of deltas, a stop string, logprobs.
-        self.watched = (
-            request.kind != RequestOutputKind.FINAL_ONLY or bool(params.stop) or params.logprobs is not None
-        )
+        self.watched = bool(params.stop) or params.logprobs is not None
+        self.streamed = request.kind != RequestOutputKind.FINAL_ONLY and not self.watched
         self.token_ids: list[int] = []
         self.logprobs: list[TokenScores] | None = None if params.logprobs is None else []
         self.cumulative_logprob: float | None = None if params.logprobs is None else 0.0
@@ -97,15 +98,20 @@ class Sample:
 
 class RequestState:
     """kind: the output kind in force. num_live: samples that run. prompt_logprobs grows chunk by chunk.
-    max_wait: seconds from its arrival on in which it must have a row."""
+    max_wait: seconds from its arrival on in which it must have a row. pull: takes what is stored of a sample
+    that is streamed."""
 
-    __slots__ = ("error", "kind", "max_wait", "metrics", "num_cached", "num_live", "prepared",
-                 "prompt_logprobs", "request_id", "samples")
+    __slots__ = ("_pull", "error", "kind", "max_wait", "metrics", "num_cached", "num_live",
+                 "prepared", "prompt_logprobs", "request_id", "samples")
 
-    def __init__(self, request_id: str, prepared: PreparedRequest, kind: RequestOutputKind) -> None:
+    def __init__(
+        self, request_id: str, prepared: PreparedRequest, kind: RequestOutputKind,
+        pull: Callable[[Sample], list[int]],
+    ) -> None:
         self.request_id = request_id
         self.prepared = prepared
         self.kind = kind
+        self._pull = pull
         self.samples: list[Sample] = []
         self.num_live = prepared.params.n
         self.num_cached: int | None = None
@@ -166,7 +172,7 @@ class RequestState:
 
     def resume(self, stored: Callable[[Sample], list[int]]) -> list[EngineRequest]:
         """One a sample that runs, with the tokens that came of it, for an engine that has seen none of them.
-        stored: the tokens of a sample that nobody watches. A prompt that is scored in part is scored
+        stored: the tokens of a sample that are not among its own yet. A prompt that is scored in part is scored
         again."""
         scores, prompt = self.prompt_logprobs, self.prepared.token_ids
         if scores is not None and len(scores) < len(prompt):
@@ -175,8 +181,7 @@ class RequestState:
         resumed = []
         for sample, request in zip(self.samples, self.engine_requests(), strict=True):
             if sample.finish_reason is None:
-                tokens = sample.token_ids if sample.watched else stored(sample)
-                request.resumed_token_ids = np.array(tokens, np.int32)
+                request.resumed_token_ids = np.array([*sample.token_ids, *stored(sample)], np.int32)
                 if scored and request.params.prompt_logprobs is not None:
                     request.params = replace(request.params, prompt_logprobs=None)
                 resumed.append(request)
@@ -194,6 +199,9 @@ class RequestState:
         delta = self.kind == RequestOutputKind.DELTA
         if self.kind == RequestOutputKind.FINAL_ONLY and not self.finished:
             return None
+        for sample in self.samples:
+            if sample.streamed and sample.finish_reason is None and (tokens := self._pull(sample)):
+                sample.advance(tokens, Finish.NONE, None)
         if not any(sample.fresh for sample in self.samples):
             return None
         outputs = [sample.take(delta) for sample in self.samples if sample.fresh or not delta]

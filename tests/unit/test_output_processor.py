@@ -335,15 +335,20 @@ def test_many_requests_of_many_lengths_keep_their_tokens_apart(tokenizer):
 def test_steps_cost_no_python_for_samples_that_nobody_watches(tokenizer, monkeypatch):
     front = Front(tokenizer)
     quiet = [front.open(output_kind=FINAL_ONLY) for _ in range(50)]
-    watched = front.open(output_kind=DELTA)
-    looked_at = []
+    stream, watched = front.open(output_kind=DELTA), front.open(output_kind=DELTA, stop=["zz"])
+    looked_at, told = [], []
     advance = type(watched.samples[0]).advance
     monkeypatch.setattr(
         type(watched.samples[0]), "advance", lambda s, *a: (looked_at.append(s), advance(s, *a))[1]
     )
     for token in ids_of("abc"):
-        front.step(*((key_of(state), [token], Finish.NONE) for state in [*quiet, watched]))
+        news = ((key_of(state), [token], Finish.NONE) for state in [*quiet, stream, watched])
+        told.append(stream in front.step(*news)[0])
     assert looked_at == watched.samples * 3
+    assert told == [True, False, False], "a reader that is behind is told once"
+    assert stream.take().outputs[0].text == "abc" and stream.take() is None
+    ready, _ = front.step((key_of(stream), ids_of("d"), Finish.NONE))
+    assert ready == [stream] and stream.take().outputs[0].token_ids == ids_of("d")
 
 
 def test_each_sample_is_an_engine_request_with_its_own_key_and_seed(front):
