@@ -25,8 +25,8 @@ _NOWHERE = 0  # the row that tokens of watched samples and of former owners fall
 
 
 class SampleStore:
-    """Live samples by key, and the tokens of those that nobody watches, appended by array operations. awaited:
-    by slot, whether a stream's reader is to be told of the next token.
+    """Live samples by key, and the tokens of those that nobody watches, appended by array operations.
+    awaited: by slot, whether a stream's reader is to be told of the next token.
 
     A key is a count of tenancies and a slot, so that keys are looked up without a dictionary, and news that
     comes late for a former owner of a slot is told apart. Rows of tokens are given with the first token.

@@ -25,8 +25,8 @@ TokenText = Callable[[int], str | None]
 
 class Sample:
     """One of a request's n sequences. watched: somebody must look at each of its tokens. streamed: somebody
-    reads it as it comes, and looks at what has come when he does. token_ids: all of them where `watched`, what
-    was taken where `streamed`, else only once it has ended."""
+    reads it as it comes, and looks at what has come when he does. token_ids: all of them where `watched`,
+    what was taken where `streamed`, else only once it has ended."""
 
     __slots__ = ("_detokenizer", "_new_text", "_seen_tokens", "_text", "cumulative_logprob", "finish_reason",
                  "fresh", "index", "key", "logprobs", "request", "stop_reason", "streamed", "token_ids",
@@ -172,7 +172,7 @@ class RequestState:
 
     def resume(self, stored: Callable[[Sample], list[int]]) -> list[EngineRequest]:
         """One a sample that runs, with the tokens that came of it, for an engine that has seen none of them.
-        stored: the tokens of a sample that are not among its own yet. A prompt that is scored in part is scored
+        stored: tokens of a sample that are not among its own yet. A prompt that is scored in part is scored
         again."""
         scores, prompt = self.prompt_logprobs, self.prepared.token_ids
         if scores is not None and len(scores) < len(prompt):
