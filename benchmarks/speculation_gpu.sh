@@ -3,13 +3,13 @@
 #   benchmarks/speculation_gpu.sh MODEL DRAFTERS RESULTS METHOD [METHOD ...]
 # MODEL: a Hugging Face folder. DRAFTERS: a folder as examples/train_drafter.py writes it. RESULTS: a file
 # that gets a JSON line for each method and concurrency; benchmarks/speculation.py says what is in it. METHOD:
-# plain, ngram, suffix, draft_model, eagle3, medusa, mlp_speculator, vllm-plain or vllm-ngram. Exit status 1
-# where a method failed or ran out of time; the others run all the same. For two GPUs call it twice, with
-# CUDA_VISIBLE_DEVICES.
+# plain, ngram, suffix, draft_model, eagle, eagle3, medusa, mlp_speculator, vllm-plain or vllm-ngram. Exit
+# status 1 where a method failed or ran out of time; the others run all the same. For two GPUs call it twice,
+# with CUDA_VISIBLE_DEVICES.
 # Environment:
 #   CONCURRENCY  default "1 8 64 256"; a concurrency has the same prompts whichever others are named
 #   LIMIT        seconds for a method; default 240
-#   DRAFTS       num_speculative_tokens of eagle3 and draft_model; default 3. Heads draft as many as they are
+#   DRAFTS       num_speculative_tokens of all that have layers; default 3; heads give as many as they are
 #   MORE         further flags of speculation.py, such as "--output-len 128"
 #   PEER         folders to put before PYTHONPATH for vLLM; default $HOME/peer/site:$HOME/peer/deps
 #   PYTHON       default python3
@@ -32,7 +32,7 @@ spec_of() {
                 '"prompt_lookup_min": 2, "prompt_lookup_max": 5}'
             ;;
         suffix) echo '{"method": "suffix", "num_speculative_tokens": 16}' ;;
-        draft_model | eagle3)
+        draft_model | eagle | eagle3)
             echo "{\"method\": \"$1\", \"model\": \"$drafters/$1\", \"num_speculative_tokens\": $drafts}"
             ;;
         medusa | mlp_speculator) echo "{\"method\": \"$1\", \"model\": \"$drafters/$1\"}" ;;

@@ -40,14 +40,14 @@ class Attention(nn.Module):
     """q, k and v of chains: chain i begins at position i, and its j-th link stands at i + j. A link sees the
     first links of all chains up to its own, and the links of its own."""
 
-    def __init__(self, config: dict[str, Any]) -> None:
+    def __init__(self, config: dict[str, Any], inputs: int) -> None:
         super().__init__()
         hidden, self.size = config["hidden_size"], config["head_dim"]
         heads, kv_heads = config["num_attention_heads"], config["num_key_value_heads"]
         self.theta, self.groups = config["rope_theta"], heads // kv_heads
-        self.q_proj = nn.Linear(2 * hidden, heads * self.size, bias=False)
-        self.k_proj = nn.Linear(2 * hidden, kv_heads * self.size, bias=False)
-        self.v_proj = nn.Linear(2 * hidden, kv_heads * self.size, bias=False)
+        self.q_proj = nn.Linear(inputs, heads * self.size, bias=False)
+        self.k_proj = nn.Linear(inputs, kv_heads * self.size, bias=False)
+        self.v_proj = nn.Linear(inputs, kv_heads * self.size, bias=False)
         self.o_proj = nn.Linear(heads * self.size, hidden, bias=False)
 
     def forward(self, x_BSX: Tensor, links: list[tuple[Tensor, Tensor]]) -> Tensor:
@@ -95,7 +95,8 @@ class MidLayer(nn.Module):
     def __init__(self, config: dict[str, Any]) -> None:
         super().__init__()
         hidden = config["hidden_size"]
-        self.self_attn, self.mlp = Attention(config), Mlp(hidden, config["intermediate_size"])
+        self.self_attn = Attention(config, 2 * hidden)
+        self.mlp = Mlp(hidden, config["intermediate_size"])
         self.input_layernorm, self.hidden_norm, self.post_attention_layernorm = (
             nn.RMSNorm(hidden, EPS) for _ in range(3)
         )
@@ -135,6 +136,40 @@ class Eagle3(nn.Module):
             teacher_NH = _ahead(texts.states[-1], 1 + place).flatten(0, 1)[picked]
             logits_ND = self.lm_head(self.norm(state_BSH.flatten(0, 1)[picked]))
             yield _scored(logits_ND, teacher_NH, head_DH, kept_D, texts.embed_VH)
+
+
+class FirstLayer(nn.Module):
+    """Without a norm before attention."""
+
+    def __init__(self, config: dict[str, Any]) -> None:
+        super().__init__()
+        hidden = config["hidden_size"]
+        self.self_attn, self.mlp = Attention(config, hidden), Mlp(hidden, config["intermediate_size"])
+        self.post_attention_layernorm = nn.RMSNorm(hidden, EPS)
+
+
+class Eagle(nn.Module):
+    """EAGLE with the target's own head, trained on chains of its own states as EAGLE-3 is."""
+
+    def __init__(self, config: dict[str, Any], links: int) -> None:
+        super().__init__()
+        hidden, self.links = config["hidden_size"], links
+        self.fc = nn.Linear(2 * hidden, hidden, bias=False)
+        self.layers = nn.ModuleList([FirstLayer(config)])
+
+    def losses(self, texts: Texts) -> Iterator[tuple[Tensor, Tensor]]:
+        picked, layer = _pick(texts, self.links), self.layers[0]
+        keys: list[tuple[Tensor, Tensor]] = []
+        last_BSH = texts.states[-1]
+        state_BSH = last_BSH.float()
+        for place in range(self.links):
+            embed_BSH = F.embedding(_ahead(texts.token_BS, 1 + place), texts.embed_VH)
+            state_BSH = self.fc(torch.cat((embed_BSH, state_BSH), -1)).float()
+            state_BSH = state_BSH + layer.self_attn(state_BSH, keys)
+            state_BSH = state_BSH + layer.mlp(layer.post_attention_layernorm(state_BSH))
+            teacher_NH = _ahead(last_BSH, 1 + place).flatten(0, 1)[picked]
+            logits_NV = F.linear(state_BSH.flatten(0, 1)[picked], texts.embed_VH)
+            yield _scored(logits_NV, teacher_NH, texts.embed_VH)
 
 
 class MedusaHeads(nn.Module):

@@ -1,5 +1,5 @@
 """Trains drafters for a model on text that the model writes itself: an EAGLE-3 layer, Medusa heads, an MLP
-speculator, and a draft model that is a few of its own layers.
+speculator, a draft model that is a few of its own layers, and, if asked for, an EAGLE layer.
 
     python examples/train_drafter.py --model FOLDER --out drafters
     slipstream serve FOLDER --speculative-config \\
@@ -24,13 +24,14 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from drafter_nets import CutModel, Eagle3, MedusaHeads, MlpStages, Texts
+from drafter_nets import CutModel, Eagle, Eagle3, MedusaHeads, MlpStages, Texts
 from safetensors.torch import save_file
 from torch import Tensor, nn
 from training_prompts import make_prompts
 
-# Shares of the time for training; their sizes in bfloat16 fit 20 MB together, but for the draft model.
-SHARES = {"eagle3": 4, "medusa": 2, "mlp_speculator": 2, "draft_model": 2}
+# Shares of the time for training; the first three fit 20 MB together in bfloat16.
+SHARES = {"eagle3": 4, "medusa": 2, "mlp_speculator": 2, "draft_model": 2, "eagle": 3}
+USUAL = ("eagle3", "medusa", "mlp_speculator", "draft_model")
 DECAY = 0.8
 HELD_OUT_PROMPTS = 256
 LONGEST = 2048  # tokens of a prompt and its answer, before they are cut to --length
@@ -51,7 +52,7 @@ def parse(words: list[str]) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=raw)
     parser.add_argument("--model", required=True, help="folder of the model, tied embeddings, Llama's layout")
     parser.add_argument("--out", type=Path, required=True)
-    parser.add_argument("--methods", nargs="+", choices=SHARES, default=list(SHARES))
+    parser.add_argument("--methods", nargs="+", choices=SHARES, default=list(USUAL))
     parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
     parser.add_argument("--seconds", type=float, default=300, help="of training, all drafters together")
     parser.add_argument("--prompts", type=int, default=12_000)
@@ -61,7 +62,7 @@ def parse(words: list[str]) -> argparse.Namespace:
     parser.add_argument("--rate", type=float, default=1e-3, help="learning rate at its height")
     parser.add_argument("--links", type=int, default=3, help="drafts in a row, for each method")
     parser.add_argument("--draft-vocab", type=int, default=3072, help="tokens that EAGLE-3 may draft")
-    parser.add_argument("--eagle3-inner", type=int, default=768, help="EAGLE-3's feed-forward size")
+    parser.add_argument("--eagle3-inner", type=int, default=768, help="its and EAGLE's feed-forward size")
     parser.add_argument("--mlp-inner", type=int, default=32, help="the MLP speculator's inner size")
     parser.add_argument("--cut", type=int, nargs="+", default=[0, -1], help="layers of the draft model")
     parser.add_argument("--seed", type=int, default=0)
@@ -178,16 +179,30 @@ def frequent(spoken: list[Spoken], size: int, vocab: int) -> Tensor:
 Made = tuple[nn.Module, dict[str, Any]]
 
 
-def make_eagle3(target: Target, spoken: list[Spoken], args: argparse.Namespace) -> Made:
-    model, layers = target.config, target.config.num_hidden_layers
-    config = {
-        "architectures": ["LlamaForCausalLMEagle3"], "model_type": "llama", "num_hidden_layers": 1,
+def layer_config(target: Target, args: argparse.Namespace) -> dict[str, Any]:
+    """Of one Llama layer as wide as the model's."""
+    model = target.config
+    return {
+        "model_type": "llama", "num_hidden_layers": 1,
         "hidden_size": model.hidden_size, "intermediate_size": args.eagle3_inner,
         "num_attention_heads": model.num_attention_heads, "num_key_value_heads": model.num_key_value_heads,
         "head_dim": model.hidden_size // model.num_attention_heads, "hidden_act": "silu",
         "rms_norm_eps": 1e-5, "rope_theta": model.rope_parameters["rope_theta"],
         "max_position_embeddings": model.max_position_embeddings, "vocab_size": model.vocab_size,
-        "draft_vocab_size": args.draft_vocab, "tie_word_embeddings": False,
+        "tie_word_embeddings": False,
+    }  # fmt: skip
+
+
+def make_eagle(target: Target, spoken: list[Spoken], args: argparse.Namespace) -> Made:
+    config = {"architectures": ["LlamaForCausalLM"], **layer_config(target, args)}
+    return Eagle(config, args.links), config
+
+
+def make_eagle3(target: Target, spoken: list[Spoken], args: argparse.Namespace) -> Made:
+    model, layers = target.config, target.config.num_hidden_layers
+    config = {
+        "architectures": ["LlamaForCausalLMEagle3"], **layer_config(target, args),
+        "draft_vocab_size": args.draft_vocab,
     }  # fmt: skip
     kept_D = frequent(spoken, args.draft_vocab, model.vocab_size)
     aux = (2, layers // 2, layers - 3)
@@ -238,6 +253,7 @@ def make_cut(target: Target, spoken: list[Spoken], args: argparse.Namespace) -> 
 
 MAKERS: dict[str, Callable[[Target, list[Spoken], argparse.Namespace], Made]] = {
     "eagle3": make_eagle3, "medusa": make_medusa, "mlp_speculator": make_mlp, "draft_model": make_cut,
+    "eagle": make_eagle,
 }  # fmt: skip
 
 

@@ -51,12 +51,35 @@ def test_each_link_of_a_trained_chain_is_the_published_layers_output(texts, scor
     for place, (logits, teacher) in enumerate(scored):
         starts = range(max(SPOKEN - 2 - place, 0), LENGTH - 2 - place)
         for found, state, start in zip(logits, teacher, starts, strict=True):
-            hidden = fused[: start + 1]
-            for link in range(place + 1):
-                out = head(token_S[1 : start + 2 + link], hidden)
-                hidden = torch.cat((hidden, out[-1:]))
-            torch.testing.assert_close(found, head.scores(out[-1])[0], atol=1e-4, rtol=1e-4)
+            out_H = published_link(head, token_S, fused, start, place)
+            torch.testing.assert_close(found, head.scores(out_H)[0], atol=1e-4, rtol=1e-4)
             assert torch.equal(state, texts.states[-1][0, start + 1 + place])
+
+
+def published_link(head, token_S, feature_SH, start, place):
+    """The state of link `place` in the chain from position `start`."""
+    hidden = feature_SH[: start + 1]
+    for link in range(place + 1):
+        out = head(token_S[1 : start + 2 + link], hidden)
+        hidden = torch.cat((hidden, out[-1:]))
+    return out[-1]
+
+
+def test_a_trained_eagle_layer_is_the_published_one_on_the_last_states(texts, scored):
+    config = {**published.LAYER, "head_dim": published.HIDDEN // published.HEADS}
+    net = published.enlarged(drafter_nets.Eagle(config, DRAFTS))
+    head = published.enlarged(published.Eagle1(texts.embed_VH, texts.embed_VH))
+    head.load_state_dict(net.state_dict())
+    torch.manual_seed(3)
+    list(net.losses(texts))
+    torch.manual_seed(3)
+    picked = drafter_nets._pick(texts, DRAFTS)
+    last_SH = texts.states[-1][0]
+    for place, (logits, teacher) in enumerate(scored):
+        for found, state, start in zip(logits, teacher, picked.tolist(), strict=True):
+            out_H = published_link(head, texts.token_BS[0], last_SH, start, place)
+            torch.testing.assert_close(found, head.scores(out_H)[0], atol=1e-3, rtol=1e-4)
+            assert torch.equal(state, last_SH[start + 1 + place])
 
 
 def test_heads_are_trained_on_the_token_that_they_draft(texts, scored):
