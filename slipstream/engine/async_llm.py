@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import math
 import time
+from collections import deque
 from collections.abc import AsyncGenerator, Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
@@ -29,6 +30,7 @@ log = get_logger(__name__)
 
 # How often the engine is looked after: while it is up, and while another one starts.
 TEND_SECONDS, START_TEND_SECONDS = 0.25, 0.02
+MOST_WOKEN = 32  # readers, between two looks at what has arrived
 MOST_COMPILING = 16  # requests whose grammars are compiled at once; others wait
 
 
@@ -88,6 +90,7 @@ class AsyncLLM:
         self._inputs = InputProcessor(tokenizer, client.info, seed)
         self._outputs = OutputProcessor(tokenizer)
         self._wake: dict[RequestState, asyncio.Event] = {}
+        self._news: deque[asyncio.Event] = deque()  # of readers that are to be woken
         self._loop: asyncio.AbstractEventLoop | None = None
         self._timer: asyncio.TimerHandle | None = None
         self._ears: tuple[int, ...] = ()  # descriptors that the loop waits for
@@ -207,6 +210,7 @@ class AsyncLLM:
         if self._loop is not None and not self._loop.is_closed():
             self._forget_ears(self._loop)
         self._loop, self._timer, self._ears = None, None, ()
+        self._news.clear()  # who is left is woken otherwise
 
     def _tend(self) -> None:
         """Replace an engine that is lost: whoever is live goes on with the tokens that he has."""
@@ -241,10 +245,25 @@ class AsyncLLM:
                 ready, stopped = self._outputs.process(outputs)
                 if stopped:
                     self._client.abort(stopped)
-                for state in ready:
-                    self._wake[state].set()
+                self._tell(ready)
         if self._ears and not self._client.up:
             self._hear()  # a process that has gone would be heard for ever
+
+    def _tell(self, ready: list[RequestState]) -> None:
+        """They have something to take. Whoever has ended comes first: his client may have more to ask."""
+        if ready and not self._news and self._loop is not None:
+            self._loop.call_soon(self._wake_some)
+        for state in ready:
+            add = self._news.appendleft if state.finished else self._news.append
+            add(self._wake[state])
+
+    def _wake_some(self) -> None:
+        """A reader has tens of microseconds of work with what it takes: all of them at once would keep who
+        arrives from the engine."""
+        for _ in range(min(len(self._news), MOST_WOKEN)):
+            self._news.popleft().set()
+        if self._news and self._loop is not None:
+            self._loop.call_soon(self._wake_some)
 
     @contextmanager
     def _ending_streams(self) -> Iterator[None]:

@@ -109,6 +109,7 @@ def serve(args: EngineArgs, options: ServeOptions) -> None:
     """Runs until SIGINT or SIGTERM. Raises ValueError for flags that cannot be honoured, OSError for a port
     that cannot be had: before any weight is read; EngineDeadError where the engine is lost for good."""
     from slipstream.engine.async_llm import AsyncLLM
+    from slipstream.engine.processes import keep_for_good
     from slipstream.text.chat_template import load_chat_template
 
     setup(options.log_level, options.log_format)
@@ -149,6 +150,7 @@ def serve(args: EngineArgs, options: ServeOptions) -> None:
         server = DrainingServer(
             config, options.shutdown_timeout, ready, engine.stop, lambda: bool(engine.health.reason)
         )
+        keep_for_good()
         server.run(sockets=[listener])
         if server.failed:
             raise EngineDeadError(engine.health.reason)

@@ -42,6 +42,11 @@ class ClientGone(Exception):
 async def merge(sources: Sequence[AsyncGenerator[T, None]]) -> AsyncGenerator[tuple[int, T], None]:
     """Items of all sources as they come, each with its source's index. The first exception ends all of them,
     and so does closing this iterator."""
+    if len(sources) == 1:
+        async with aclosing(sources[0]) as source:
+            async for one in source:
+                yield 0, one
+        return
     queue: asyncio.Queue[tuple[int, T] | Exception | None] = asyncio.Queue()
 
     async def pump(index: int, source: AsyncGenerator[T, None]) -> None:
