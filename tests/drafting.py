@@ -21,6 +21,7 @@ from slipstream.scheduler.drafting import NoDrafting
 from slipstream.speculation.protocol import Drafts, DraftStep
 
 METHOD = {"method": "custom_class", "model": "drafting.Table"}
+UNEVEN = {"method": "ngram", "model": "ngram"}  # whose rows share the step's room for drafts
 
 
 class TableDrafter:
@@ -84,7 +85,7 @@ class Scripted(NoDrafting):
 
 
 class DraftEngine:
-    """limit(step): drafts of a lane in a step."""
+    """limit(step): drafts a lane in a step."""
 
     def __init__(
         self, plan, drafter, *, build: Callable[..., BuiltRunner] = build_runner,
@@ -98,6 +99,7 @@ class DraftEngine:
                 max_num_seqs=plan.max_num_seqs, max_num_batched_tokens=plan.max_num_batched_tokens,
                 max_model_len=plan.max_model_len, block_size=plan.block_size,
                 num_blocks=built.memory.num_blocks, tokens_per_step=1 + most,
+                uneven_drafts=plan.speculation.uneven,
             ),
             Scripted(limit or (lambda step: most)),
         )

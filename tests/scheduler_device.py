@@ -106,7 +106,7 @@ class DeviceModel:
             assert block != 0
             self.rows[row].blocks[index] = block
         lanes, width = len(plan.lane_row), 1 + plan.draft_tokens
-        drafted = np.zeros(lanes, np.int32)
+        drafted, room = np.zeros(lanes, np.int32), plan.draft_room
         counts, finish = np.zeros(lanes, np.int32), np.zeros(lanes, np.int32)
         tokens = np.full((lanes, width), -1, np.int32)
         pieces: list[PromptLogprobs] = []
@@ -118,7 +118,9 @@ class DeviceModel:
             size = int(plan.lane_query_len[lane])
             if lane < plan.num_decode_lanes:
                 assert state.request is not None
-                drafted[lane] = min(plan.draft_tokens, state.request.max_len - len(state.tokens) - 1)
+                left = state.request.max_len - len(state.tokens) - 1
+                drafted[lane] = min(plan.draft_tokens, room, left)
+                room -= int(drafted[lane])
                 new, finish[lane] = self._decode(state, 1 + int(drafted[lane]))
             else:
                 start = state.num_computed
@@ -148,7 +150,10 @@ class DeviceModel:
         assert all(0 <= row < config.max_num_seqs for row in rows)
         decodes = plan.num_decode_lanes
         assert plan.draft_tokens < config.tokens_per_step
-        assert plan.draft_room == decodes * plan.draft_tokens
+        if config.uneven_drafts and plan.draft_tokens:
+            assert plan.draft_tokens == config.tokens_per_step - 1 and plan.draft_room >= decodes
+        else:
+            assert plan.draft_room == decodes * plan.draft_tokens
         assert int(plan.lane_query_len.sum()) + plan.draft_room <= config.max_num_batched_tokens
         assert (plan.lane_query_len[:decodes] == 1).all()
         assert plan.lane_samples[:decodes].all()

@@ -23,7 +23,13 @@ from slipstream.config.model import ModelSpec
 from slipstream.config.model_choices import check_front_end, kv_cache_choice, model_choices
 from slipstream.config.plan import Choice, EnginePlan
 from slipstream.config.runner import choose_runner, choose_steps_in_flight
-from slipstream.config.speculation import NO_FACTS, DrafterFacts, SpeculativeConfig, read_speculative_config
+from slipstream.config.speculation import (
+    LOOKUPS,
+    NO_FACTS,
+    DrafterFacts,
+    SpeculativeConfig,
+    read_speculative_config,
+)
 from slipstream.config.structured_outputs import DECISION, structured_outputs_choice
 from slipstream.config.vllm_rules import vllm_choices, vllm_facts
 
@@ -37,10 +43,9 @@ ORDER = (
 DTYPES = ("float32", "bfloat16", "float16")
 LOAD_FORMATS = ("auto", "safetensors", "gguf", "dummy")
 DEFAULT_MAX_NUM_SEQS = 256
-ON_HOST_IN_V1 = ("ngram", "suffix")
 POLICY = (
-    "each step verifies as many as gave the most tokens a second, by acceptance and step times measured some "
-    "steps ago; none where they don't pay or would preempt a request"
+    "each step has room for as many as gave the most tokens a second, by acceptance and step times measured "
+    "some steps ago; none where they don't pay or would preempt a request"
 )
 
 
@@ -225,7 +230,7 @@ def _speculation(
     given = "num_speculative_tokens" in asked
     whose = "asked for" if given else "the drafter's own" if drafter.num_tokens else "the default"
     where = "on the device, inside the step" if runner == "v2" else "by runner v1, which waits for them"
-    if runner == "v1" and chosen.method in ON_HOST_IN_V1:
+    if runner == "v1" and chosen.method in LOOKUPS:
         where = "by runner v1 on the host"
     tokens = chosen.num_speculative_tokens
     reason = f"asked for; up to {tokens} drafts a step ({whose}), made {where}; {POLICY}"

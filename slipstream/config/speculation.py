@@ -20,6 +20,7 @@ METHODS: tuple[Method, ...] = (
 WITH_WEIGHTS = ("draft_model", "eagle", "eagle3", "medusa", "mlp_speculator")
 # Methods without attention layers of their own. A custom class may have some.
 WITHOUT_KV = ("ngram", "suffix", "medusa", "mlp_speculator")
+LOOKUPS = ("ngram", "suffix")
 # Tokens of the longest match that kernels/history.py looks for (a test compares them).
 LONGEST_MATCH = 63
 # vLLM's names of what is one thing here: our n-gram runs on the device anyway.
@@ -55,6 +56,11 @@ class SpeculativeConfig:
     suffix_decoding_min_token_prob: float = 0.1
     rejection_sample_method: Literal["strict", "synthetic"] = "strict"
     acceptance: tuple[float, ...] = ()
+
+    @property
+    def uneven(self) -> bool:
+        """Rows have unlike many drafts, and making more of them than are used costs nothing."""
+        return self.method in LOOKUPS
 
     @property
     def lookahead(self) -> int:

@@ -81,7 +81,8 @@ class StepPlan:
         every decode lane, and the last chunk of a prefill.
     len_bound: the most KV positions that any lane may hold after this step (host bound).
     draft_tokens: drafts that a decode lane verifies at most; 0 is a plain step, whatever drafts rows hold.
-    draft_room: drafts that all decode lanes verify together at most; lanes are served in their order.
+    draft_room: drafts that all decode lanes verify together at most. Where they have more, first drafts come
+        before second ones, and so on; of like ones those of earlier lanes.
     legal_row: int32 [M], the rows that sample under a constraint. legal: int32 [M, P, W], the tokens that
         each may sample, bit t % 32 of word t // 32: next, and after each of its drafts. legal_drafts: int32
         [M, P - 1], what the row drafts instead of anything that a drafter left in it; -1 after the last.

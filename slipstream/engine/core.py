@@ -196,10 +196,11 @@ class EngineCore:
 
 
 def _make_scheduler(plan: EnginePlan, num_blocks: int, grammars: EngineGrammars) -> Scheduler:
-    drafts, lookahead, drafting, ahead = 0, 0, None, 1
+    drafts, lookahead, drafting, ahead, uneven = 0, 0, None, 1, False
     if plan.speculation is not None:
         drafts, lookahead = plan.speculation.num_speculative_tokens, plan.speculation.lookahead
-        drafting = DraftPolicy(drafts, all_samples(plan.max_num_seqs, drafts))
+        uneven = plan.speculation.uneven and plan.model_runner == "v2"
+        drafting = DraftPolicy(drafts, all_samples(plan.max_num_seqs, drafts), uneven)
         # Bounds run ahead by all drafts of the steps in flight.
         ahead += -(-(1 + drafts) * plan.steps_in_flight // plan.block_size)
     config = SchedulerConfig(
@@ -213,6 +214,7 @@ def _make_scheduler(plan: EnginePlan, num_blocks: int, grammars: EngineGrammars)
         tokens_per_step=1 + drafts,
         lookahead=lookahead,
         grant_ahead=ahead,
+        uneven_drafts=uneven,
     )
     return Scheduler(config, drafting, grammars)
 

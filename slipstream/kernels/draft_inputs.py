@@ -1,8 +1,8 @@
 """Input build of a step that verifies drafts: each lane computes what it owes and, where that reaches the end
 of its row, the drafts that stand there.
 
-A step has a fixed count of tokens. What lanes owe is packed first of all; drafts fill the rest, lane after
-lane, as far as they go.
+A step has a fixed count of tokens. What lanes owe comes first of all; drafts fill the rest as far as they go:
+first drafts of all lanes, then second ones, and so on, so that a lane with many uses what others leave.
 
 Legend: T tokens, L lanes, N sampled positions, R rows, B blocks a row, M max_model_len.
 """
@@ -30,6 +30,7 @@ from slipstream.kernels.step_inputs import StepInputs, build_step_inputs_referen
 Tensor = torch.Tensor
 
 PLACES_AT_ONCE = 32
+LEVEL_STEPS = (16, 8, 4, 2, 1)  # any number of drafts is a sum of some
 
 
 @dataclass(slots=True)
@@ -111,7 +112,7 @@ def build_draft_inputs_reference(
     lanes, device = lane_to_row_L.shape[0], lane_to_row_L.device
     wanted_L = wanted_drafts(lane_to_row_L, query_len_L, limits_2, columns)
     room = (num_tokens - query_len_L.sum()).clamp(max=num_samples - lanes).minimum(limits_2[1])
-    num_draft_L = (room - (wanted_L.cumsum(0) - wanted_L)).clamp(min=0).minimum(wanted_L).int()
+    num_draft_L = allot_reference(wanted_L, room.clamp(min=0)).int()
     inputs = build_step_inputs_reference(
         lane_to_row_L, query_len_L + num_draft_L, num_tokens, columns.tokens_RM, columns.num_computed_R,
         columns.alive_R, columns.blocks_RB, block_size, False,
@@ -130,6 +131,18 @@ def build_draft_inputs_reference(
     held = {field.name: getattr(inputs, field.name) for field in fields(inputs)}
     return DraftInputs(**held, num_draft_L=num_draft_L, sample_start_L1=start_L1, sample_token_N=token_N,
                        sample_row_N=row_N, sample_length_N=length_N)
+
+
+def allot_reference(wanted_L: Tensor, room: Tensor) -> Tensor:
+    """As many of the wanted drafts as there is room for: up to a level that all fit into, and one more for
+    the first lanes that want it."""
+    level = torch.zeros_like(room)
+    for step in LEVEL_STEPS:
+        fits = torch.minimum(wanted_L, level + step).sum() <= room
+        level = level + step * fits
+    below_L = torch.minimum(wanted_L, level)
+    more_L = (wanted_L > level).to(wanted_L.dtype)
+    return below_L + more_L * (more_L.cumsum(0) <= room - below_L.sum())
 
 
 def _launch(
@@ -192,7 +205,7 @@ def _inputs_kernel(
     wanted = tl.load(draft_count + row * row_stride, mask=ready, other=0)
     wanted = tl.maximum(tl.minimum(wanted, tl.load(limits)), 0)
     room = tl.minimum(tl.minimum(num_tokens - tl.sum(base, 0), num_samples - lanes), tl.load(limits + 1))
-    drafts = tl.maximum(tl.minimum(room - (tl.cumsum(wanted, 0) - wanted), wanted), 0)
+    drafts = _allot(wanted, tl.maximum(room, 0))
     count, samples = base + drafts, tl.where(in_lanes, 1 + drafts, 0)
     ends, sample_ends = tl.cumsum(count, 0), tl.cumsum(samples, 0)
     length = tl.where(lives, end, 1)
@@ -227,6 +240,22 @@ def _inputs_kernel(
         place, sample_ends, samples, ends - count + base - 1, length, lane_to_row, sample_token_out,
         sample_row_out, sample_length_out, lanes, num_samples, padding_row, LANES,
     )
+
+
+@jit
+def _allot(wanted: Arg, room: Arg) -> Arg:
+    """See allot_reference."""
+    drafts = wanted
+    if tl.sum(wanted, 0) > room:
+        level = room * 0
+        for bit in tl.static_range(5):
+            higher = level + (16 >> bit)
+            level = tl.where(tl.sum(tl.minimum(wanted, higher), 0) <= room, higher, level)
+        below = tl.minimum(wanted, level)
+        more = (wanted > level).to(tl.int32)
+        left = room - tl.sum(below, 0)
+        drafts = below + tl.where(tl.cumsum(more, 0) <= left, more, 0)
+    return drafts
 
 
 @jit

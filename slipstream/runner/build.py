@@ -185,6 +185,7 @@ def make_bucketed(parts: Parts) -> Bucketed:
         parts.pipeline.stage_of,
         min(plan.max_logprobs, GRAPH_LOGPROBS),
         0 if plan.speculation is None else plan.speculation.num_speculative_tokens,
+        plan.speculation is not None and plan.speculation.uneven,
     )
     shared = (
         parts.table,

@@ -123,6 +123,8 @@ def stage_bucket(
     table.set_lanes("lane_to_row", row_L)
     table.set_lanes("lane_query_len", query_len_L)
     drafts = min(drafts, shape.drafts)
+    if decode:
+        room = max(room, shape.samples - shape.lanes)  # it is computed anyway
     table.set_lanes("draft_limits", np.array((drafts, room), np.int32))
     return BucketLanes(
         plan.lane_row,

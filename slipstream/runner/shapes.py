@@ -34,7 +34,7 @@ def all_samples(max_num_seqs: int, drafts: int) -> int:
 class Shape:
     """lanes; tokens; decode: one token a lane, and drafts; stage: of the sampling pipeline; num_logprobs: -1
     for none; drafts: that a lane has at most, 0 in a plain step; samples: positions sampled, of which each
-    lane has one and what drafts it has room for."""
+    lane has one, and others are for drafts of any lane."""
 
     lanes: int
     tokens: int
@@ -48,7 +48,7 @@ class Shape:
 class Shapes:
     """decode_lanes: ascending, the last is the most lanes; token_buckets: ascending, the last is the most
     tokens of a step. stage_of: the least stage for a set of features. max_logprobs: top logprobs that a graph
-    computes. most_drafts: of a lane, 0 without speculation."""
+    computes. most_drafts: of a lane, 0 without speculation; uneven: one lane may have them all."""
 
     def __init__(
         self,
@@ -57,6 +57,7 @@ class Shapes:
         stage_of: Callable[[Iterable[str]], str],
         max_logprobs: int,
         most_drafts: int = 0,
+        uneven: bool = False,
     ) -> None:
         most = decode_lanes[-1]
         self._decode = tuple(decode_lanes)
@@ -65,7 +66,7 @@ class Shapes:
         self._tokens += (token_buckets[-1],)
         self._stage_of = stage_of
         self._max_logprobs = max_logprobs
-        self._limits = draft_limits(most_drafts)[1:]
+        self._limits, self._uneven = draft_limits(most_drafts)[1:], uneven
         step = DRAFT_LANES_STEP
         self._drafting = tuple(n for n in decode_lanes if n <= step or n % step == 0 or n == most)
 
@@ -86,7 +87,7 @@ class Shapes:
         count = max(num_logprobs, self._max_logprobs) if scored else -1
         stage = FULL if scored else stage
         if decode:
-            if drafts and (found := self._verify(lanes, drafts, stage, count)) is not None:
+            if drafts and (found := self._verify(lanes, room // lanes, stage, count)) is not None:
                 return found
             lanes = _least(self._few if stage == FULL else self._decode, lanes)
             return Shape(lanes, lanes, True, stage, count, 0, lanes)
@@ -100,15 +101,19 @@ class Shapes:
         tokens = _least(self._tokens, max(tokens + min(room, most - tokens), lanes))
         return self._mixed(lanes, tokens, stage, count, bool(drafts))
 
-    def _verify(self, lanes: int, drafts: int, stage: str, count: int) -> Shape | None:
-        """Decode lanes with drafts, as many of each as a step can hold; None where that is not one."""
+    def _verify(self, lanes: int, share: int, stage: str, count: int) -> Shape | None:
+        """Decode lanes with room for so many drafts of each, or what a step can hold; None where that is not
+        one."""
         full = stage == FULL
         lanes = _least(self._few if full else self._drafting, lanes)
         room = (MOST_FULL_SAMPLES if full else MOST_SAMPLES) // lanes - 1
-        enough = self._limits[-1] if full else _least(self._limits, drafts)
+        enough = self._limits[-1] if full else _least(self._limits, share)
         limit = max((limit for limit in self._limits if limit <= min(enough, room)), default=0)
         tokens = lanes * (1 + limit)
-        return Shape(lanes, tokens, True, FULL if full else SAMPLED, count, limit, tokens) if limit else None
+        if not limit:
+            return None
+        drafts = self._limits[-1] if self._uneven else limit
+        return Shape(lanes, tokens, True, FULL if full else SAMPLED, count, drafts, tokens)
 
     def _mixed(self, lanes: int, tokens: int, stage: str, count: int, drafts: bool) -> Shape:
         """Lanes that use rare features verify none beside prompts, but their drafter goes on."""

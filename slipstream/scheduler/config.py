@@ -15,6 +15,7 @@ class SchedulerConfig:
     num_blocks: blocks of the KV pool, the null block (0) counted: a request can have all but one.
     tokens_per_step: tokens that a decode lane may add at most, 1 + drafts; bounds assume all that a step may.
     lookahead: KV positions beyond those of a step that a drafter with layers of its own writes after it.
+    uneven_drafts: lanes may verify more drafts than each one's share, of those that others have no use for.
     grant_ahead: blocks a decode row is given beyond the one it needs, so that most steps grant nothing.
     """
 
@@ -28,6 +29,7 @@ class SchedulerConfig:
     tokens_per_step: int = 1
     lookahead: int = 0
     grant_ahead: int = 1
+    uneven_drafts: bool = False
 
     def __post_init__(self) -> None:
         for name, least in (
@@ -44,6 +46,10 @@ class SchedulerConfig:
     def usable_blocks(self) -> int:
         """Blocks that can be granted: all but the null block."""
         return self.num_blocks - 1
+
+    def most_drafts(self, share: int) -> int:
+        """Drafts that one lane may verify in a step with room for `share` a lane."""
+        return self.tokens_per_step - 1 if share and self.uneven_drafts else share
 
     def blocks_for(self, tokens: int) -> int:
         """Blocks that hold this many KV positions."""

@@ -1,9 +1,13 @@
 """How many drafts the next step verifies: a policy that learns from results some steps late and never waits.
 
-A step of n decode lanes that verifies up to d drafts of each takes t(n, d) seconds and gives every lane
+A step of n decode lanes that has room for d drafts of each takes t(n, d) seconds and gives every lane
 1 + a_1 + .. + a_d tokens, where a_i is the share of lanes whose i-th draft was taken. Both are measured as
 results come in; the d of the most tokens a second is used. Now and then a few steps try another d, so that
 figures stay true; the longer nothing changes, the rarer that is.
+
+Where lanes have unlike many drafts, those of one take room that another has no use for, first drafts before
+second ones. Of i-th drafts there are v_i a lane, so the room holds all up to the c-th with
+v_1 + .. + v_c = d, and a step gives 1 + a_1 + .. + a_c tokens a lane.
 """
 
 from __future__ import annotations
@@ -22,22 +26,24 @@ PROBE_STEPS = 6
 FIRST_PROBE, LAST_PROBE = 64, 2048  # steps between probes
 BETTER = 1.02  # a limit must promise this much more than the one in use
 KEEP = 1 - 1 / 256  # of what is known of acceptance, a step
+LEAST_MADE = 1e-3  # i-th drafts a lane, however few there are
 FRESH = 0.15  # weight of the newest time
 OUTLIER = 2.0  # times the mean count no more than that
 
 
 class Drafting(Protocol):
-    """limit: as last chosen, for who looks."""
+    """limit: drafts a lane, as last chosen, for who looks."""
 
     limit: int
 
     def choose(self, lanes: int) -> int:
-        """Drafts that each of so many decode lanes verifies at most in the next step."""
+        """Drafts a lane that the next step, of so many decode lanes, has room for."""
         ...
 
-    def learn(self, lanes: int, limit: int, taken: Array, seconds: float) -> None:
-        """A step's result. lanes: decode lanes planned; taken: int32 [n], drafts taken by each that lived;
-        seconds on the device, 0 where they say nothing of decoding."""
+    def learn(self, lanes: int, limit: int, drafted: Array, taken: Array, seconds: float) -> None:
+        """A step's result. lanes: decode lanes planned; drafted, taken: int32 [n], drafts that each which
+        lived verified, and those of them that were right; seconds on the device, 0 where they say nothing of
+        decoding."""
         ...
 
 
@@ -49,7 +55,7 @@ class NoDrafting:
     def choose(self, lanes: int) -> int:
         return 0
 
-    def learn(self, lanes: int, limit: int, taken: Array, seconds: float) -> None:
+    def learn(self, lanes: int, limit: int, drafted: Array, taken: Array, seconds: float) -> None:
         """There is nothing to choose."""
 
 
@@ -77,14 +83,15 @@ def group_of(lanes: int) -> int:
 
 
 class DraftPolicy:
-    """most: drafts of a row at most. max_tokens: of a step that verifies drafts."""
+    """most: drafts of a row at most. max_tokens: of a step that verifies drafts. uneven: see
+    SchedulerConfig."""
 
-    def __init__(self, most: int, max_tokens: int) -> None:
+    def __init__(self, most: int, max_tokens: int, uneven: bool = False) -> None:
         self.limit = most
         self._limits = draft_limits(most)
-        self._max_tokens = max_tokens
+        self._max_tokens, self._uneven = max_tokens, uneven
         # A prior of one lane that took half of its drafts, so that drafting begins.
-        self._seen, self._taken = np.ones(most), 0.5 ** np.arange(1, most + 1)
+        self._seen, self._made, self._taken = np.ones(most), np.ones(most), 0.5 ** np.arange(1, most + 1)
         self._groups: dict[int, Group] = {}
         self._current = -1
         self._left = 0
@@ -131,29 +138,46 @@ class DraftPolicy:
     def tokens(self) -> Array:
         """float64 [K + 1]: expected tokens of a lane's step, by limit."""
         rates = np.minimum.accumulate(self._taken / self._seen)
-        return 1.0 + np.concatenate(([0.0], np.cumsum(rates)))
+        gains = 1.0 + np.concatenate(([0.0], np.cumsum(rates)))
+        if not self._uneven:
+            return gains
+        made = np.maximum(np.minimum.accumulate(self._made / self._seen), LEAST_MADE)
+        tokens: Array = np.interp(np.arange(len(gains)), np.concatenate(([0.0], np.cumsum(made))), gains)
+        return tokens
 
-    def learn(self, lanes: int, limit: int, taken: Array, seconds: float) -> None:
-        rises, self._before = limit > self._before, limit
-        if rises:
+    def learn(self, lanes: int, limit: int, drafted: Array, taken: Array, seconds: float) -> None:
+        before, self._before = self._before, limit
+        if limit > before and not (self._uneven and before):
             return  # the step before it made no more drafts than it could use itself
         if limit and len(taken):
-            self._seen[:limit] = KEEP * self._seen[:limit] + len(taken)
-            reached = np.bincount(np.minimum(taken, limit), minlength=limit + 1)[::-1].cumsum()[::-1]
-            self._taken[:limit] = KEEP * self._taken[:limit] + reached[1:]
+            shown = self._shown(lanes, limit, drafted)
+            self._seen[:shown] = KEEP * self._seen[:shown] + len(taken)
+            for sums, counts in ((self._made, drafted), (self._taken, taken)):
+                reached = np.bincount(np.minimum(counts, shown), minlength=shown + 1)[::-1].cumsum()[::-1]
+                sums[:shown] = KEEP * sums[:shown] + reached[1:]
         if seconds > 0.0:
             known = self._groups.setdefault(group_of(lanes), Group()).seconds
             mean = known.get(limit, seconds)
             known[limit] = mean + FRESH * (min(seconds, OUTLIER * mean) - mean)
 
+    def _shown(self, lanes: int, limit: int, drafted: Array) -> int:
+        """Up to which draft of a lane the step shows how many there were: all, unless they filled it."""
+        most = self._limits[-1]
+        if not self._uneven or limit == most:
+            return limit
+        if int(drafted.sum()) < lanes * limit:
+            return most
+        return max(int(drafted.max()) - 1, limit)
+
 
 def count_drafts(
     columns: RowColumns, stats: EngineStats, rows: Array, counts: Array, drafted: Array, live: Array
-) -> Array:
-    """Enter a step's drafts into rows and stats. All [n], over decode lanes; live: bool, lanes that delivered
-    to the owner they were planned for. Returns int32, drafts taken by each lane that lived."""
+) -> tuple[Array, Array]:
+    """Enter a step's drafts into rows and stats. All [n], over decode lanes, but drafted may go on; live:
+    bool, lanes that delivered to the owner they were planned for. Returns int32, drafts verified and drafts
+    taken, of each lane that lived and whose drafts were a drafter's."""
     taken: Array = np.maximum(counts - 1, 0) * live
-    drafted = drafted * live
+    drafted = drafted[: len(rows)] * live
     columns.drafted[rows] += drafted
     columns.accepted[rows] += taken
     stats.drafts += int(np.count_nonzero(drafted))
@@ -164,5 +188,5 @@ def count_drafts(
     stats.accepted_per_position = tuple(
         before + more for before, more in zip(stats.accepted_per_position, reached.tolist(), strict=True)
     )
-    alive: Array = taken[live]
-    return alive
+    own = live & ~columns.constrained[rows]
+    return drafted[own], taken[own]

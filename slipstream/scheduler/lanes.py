@@ -46,12 +46,13 @@ class Lanes:
 
 @dataclass(frozen=True, slots=True)
 class Flight:
-    """A step between schedule() and apply(). departures: as counted when it was planned. drafts: that a lane
-    verifies at most."""
+    """A step between schedule() and apply(). departures: as counted when it was planned. share: drafts that
+    there is room for, a lane; drafts: that one lane verifies at most."""
 
     step: int
     lanes: Lanes
     departures: int
+    share: int
     drafts: int
 
 
@@ -79,7 +80,7 @@ def take_chunk(columns: RowColumns, row: int, budget: int) -> Chunk:
 
 
 def affordable_drafts(drafts: int, decodes: int, most_tokens: int, prompts_wait: bool) -> int:
-    """So many drafts of a lane that the step's tokens hold them. Where prompts wait they get half of what is
+    """So many drafts a lane that the step's tokens hold them. Where prompts wait they get half of what is
     left of it."""
     if not drafts or not decodes:
         return drafts

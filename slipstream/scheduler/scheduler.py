@@ -139,34 +139,35 @@ class Scheduler:
         self._take_masks()
         self.fail(self.waiting.overdue(), OVERDUE)
         drafts = self._drafting.choose(len(self._lanes.decode_row))
-        if self._stale or self._run <= 0 or self._room <= drafts or self._prefills or self._may_admit():
+        width = 1 + self.config.most_drafts(drafts)
+        if self._stale or self._run <= 0 or self._room < width or self._prefills or self._may_admit():
             self._settle()
-            rows, grants, preempted, drafts = self._grant(drafts)
+            rows, grants, preempted, drafts, width = self._grant(drafts)
             budget = self.config.max_num_batched_tokens - len(rows) * (1 + drafts)
             chunks = self._continue_prefills(budget)
             if not preempted:
                 budget -= sum(chunk.size for chunk in chunks)
                 admissions = self._admit(budget, chunks)
-            changed = self._set_lanes(rows, chunks, drafts)
+            changed = self._set_lanes(rows, chunks, width)
         else:
-            self._length_bound += 1 + drafts
+            self._length_bound += width
         lanes = self._lanes
         if not len(lanes):
             return None
         decodes = len(lanes.decode_row)
         if changed:
-            legal = take_legal(self._columns, self._constraints, lanes, drafts)
+            legal = take_legal(self._columns, self._constraints, lanes, width - 1)
             self._stale |= len(legal[0]) > 0  # these rows are out of the next step
         released = self._rows.take_released() if self._rows.released else NO_ROWS
         plan = StepPlan(
             self._step, lanes.row, lanes.generation, lanes.query_len, lanes.samples, decodes,
             changed or drafts != self._drafts, self._length_bound, released, admissions, *grants,
-            drafts, decodes * drafts, *legal,
+            width - 1, decodes * drafts, *legal,
         )
-        self._flight.append(Flight(self._step, lanes, self._rows.departures, drafts))
+        self._flight.append(Flight(self._step, lanes, self._rows.departures, drafts, width - 1))
         self._step += 1
-        self._drafts, most = drafts, 1 + drafts
-        self._room, self._run, self._elapsed = self._room - most, self._run - most, self._elapsed + most
+        self._drafts, self._elapsed = drafts, self._elapsed + width
+        self._room, self._run = self._room - width, self._run - width
         return plan
 
     def _take_masks(self) -> None:
@@ -187,17 +188,18 @@ class Scheduler:
             self._columns.computed_bound[self._lanes.decode_row] += self._elapsed
             self._elapsed = 0
 
-    def _grant(self, drafts: int) -> tuple[Array, Grants, bool, int]:
-        """The decode rows of the next step, their new blocks, whether somebody was preempted for them, and
-        the drafts that there is room for."""
+    def _grant(self, drafts: int) -> tuple[Array, Grants, bool, int, int]:
+        """The decode rows of the next step, their new blocks, whether somebody was preempted for them, the
+        drafts a lane that there is room for, and the tokens that one lane may gain."""
         config, pool, preempted = self.config, self._rows.pool, False
         rows = self._columns.decoding()
         waits = bool(self._prefills) or self._may_admit()
         drafts = affordable_drafts(drafts, len(rows), config.max_num_batched_tokens, waits)
-        needed = blocks_short(self._columns, rows, config, 1 + drafts, 0)
+        width = 1 + config.most_drafts(drafts)
+        needed = blocks_short(self._columns, rows, config, width, 0)
         if drafts and int(needed.sum()) > pool.num_free:
             # Nobody leaves for the sake of guesses.
-            drafts = 0
+            drafts, width = 0, 1
             needed = blocks_short(self._columns, rows, config, 1, 0)
         while int(needed.sum()) > pool.num_free:
             self._preempt()
@@ -205,11 +207,11 @@ class Scheduler:
             rows = self._columns.decoding()
             needed = blocks_short(self._columns, rows, config, 1, 0)
         if not needed.any():
-            return rows, NO_GRANTS, preempted, drafts
+            return rows, NO_GRANTS, preempted, drafts, width
         # All rows are topped up together, so that the steps between need no look at all.
-        wanted = blocks_short(self._columns, rows, config, 1 + drafts, config.grant_ahead)
+        wanted = blocks_short(self._columns, rows, config, width, config.grant_ahead)
         counts = wanted if 2 * int(wanted.sum()) <= pool.num_free else needed
-        return rows, self._rows.grant(rows, counts), preempted, drafts
+        return rows, self._rows.grant(rows, counts), preempted, drafts, width
 
     def _preempt(self) -> None:
         """The last in order leaves its row as if finished, and waits again with what it has."""
@@ -271,14 +273,14 @@ class Scheduler:
             self._counts.prefix_query_tokens += len(entry.tokens)
             self._counts.prefix_hit_tokens += admission.num_cached
 
-    def _set_lanes(self, rows: Array, chunks: list[Chunk], drafts: int) -> bool:
+    def _set_lanes(self, rows: Array, chunks: list[Chunk], width: int) -> bool:
         """Make the lane set of the next step, or keep the one there is; True where it changed."""
         changed = self._stale or bool(chunks) or len(rows) != len(self._lanes)
         if changed:
             self._lanes = make_lanes(self._columns, rows, chunks)
             self._in_lanes[:] = False
             self._in_lanes[self._lanes.row] = True
-        self._length_bound = length_bound(self._columns, self._lanes, 1 + drafts)
+        self._length_bound = length_bound(self._columns, self._lanes, width)
         # A set with chunks is good for one step.
         self._stale = bool(chunks)
         self._room, self._run = quiet_tokens(self._columns, rows, self.config)
@@ -323,14 +325,12 @@ class Scheduler:
         lanes, decodes = flight.lanes, len(flight.lanes.decode_row)
         counts = result.num_tokens[:decodes]
         live = counts > 0 if owned is None else (counts > 0) & owned[:decodes]
-        taken = counts[:0]
+        shown = counts[:0], counts[:0]
         if flight.drafts:
             self._tighten(lanes, 1 + flight.drafts, counts, owned)
         if flight.drafts and result.drafted is not None:
-            drafted = result.drafted[:decodes]
-            taken = count_drafts(self._columns, self._counts, lanes.decode_row, counts, drafted, live)
-            taken = taken[~self._columns.constrained[lanes.decode_row[live]]]  # these were not a drafter's
-        self._drafting.learn(decodes, flight.drafts, taken, 0.0 if lanes.chunks else seconds)
+            shown = count_drafts(self._columns, self._counts, lanes.decode_row, counts, result.drafted, live)
+        self._drafting.learn(decodes, flight.share, *shown, 0.0 if lanes.chunks else seconds)
         return result.drafted if flight.drafts else None
 
     def _tighten(self, lanes: Lanes, width: int, counts: Array, owned: Array | None) -> None:

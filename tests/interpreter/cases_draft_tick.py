@@ -5,7 +5,7 @@ import dataclasses
 import numpy as np
 import pytest
 import torch
-from drafting import DraftEngine, TableDrafter, draft_plan
+from drafting import UNEVEN, DraftEngine, TableDrafter, draft_plan
 from harness import make_core, make_request, run
 from tiny_models import make_tiny_model
 
@@ -41,7 +41,9 @@ def build_interpreted(plan, drafter_of):
     return parts.built(parts.runner(made.tick, stream), memory)
 
 
-def test_bucketed_steps_with_drafts_give_the_tokens_of_plain_ones(tmp_path):
+@pytest.mark.parametrize("uneven", [False, True])
+def test_bucketed_steps_with_drafts_give_the_tokens_of_plain_ones(tmp_path, uneven):
+    """uneven: one row has all its drafts and the others none, in steps with room for half of that."""
     model, most = make_tiny_model(tmp_path, "mistral", sliding_window=9), 2
     rng = np.random.default_rng(2)
     prompts = [rng.integers(3, 250, n).tolist() for n in (1, 30, 7)]
@@ -57,8 +59,10 @@ def test_bucketed_steps_with_drafts_give_the_tokens_of_plain_ones(tmp_path):
     plain = run(core, asked, {1: 2, 2: 5})
     core.close()
     texts = [prompt + plain[key].tokens for key, prompt in enumerate(prompts)]
-    drafter = TableDrafter(texts, most, 256, wrong=3)
-    plan = draft_plan(model, most, max_num_batched_tokens=40, **SIZES)
+    counts = (lambda length: (length % 2 == 0) * most) if uneven else None
+    drafter = TableDrafter(texts, most, 256, wrong=3, counts=counts)
+    more = dict(speculation=UNEVEN) if uneven else {}
+    plan = draft_plan(model, most, max_num_batched_tokens=40, **SIZES, **more)
     limits = (most, 1, 0, most)
     engine = DraftEngine(plan, drafter, build=build_interpreted, limit=lambda step: limits[step % 4])
     drafted = engine.run(asked, {1: 2, 2: 5})

@@ -59,7 +59,7 @@ def step_of(rows, seed, lanes=35, tokens=160, samples=150, limits=(4, 100)):
     "sizes",
     [
         dict(), dict(lanes=1, tokens=8, samples=5), dict(tokens=85), dict(samples=60), dict(limits=(0, 0)),
-        dict(limits=(16, 7)), dict(lanes=40, tokens=300, samples=280, limits=(6, 1000)),
+        dict(limits=(16, 7)), dict(limits=(6, 41)), dict(lanes=40, tokens=300, samples=280, limits=(6, 1000)),
     ],
 )
 def test_inputs_equal_the_reference(sizes):

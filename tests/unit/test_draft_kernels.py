@@ -47,6 +47,16 @@ def make_step(rng, rows, tokens=None, samples=None, limits=(MOST, 99)):
     return lanes.tolist(), query_len.tolist(), made
 
 
+def in_turn(wanted, room):
+    """What lanes get that take one draft after the other in turns."""
+    given = [0] * len(wanted)
+    for turn in range(max(wanted)):
+        for lane, count in enumerate(wanted):
+            if count > turn and room > 0:
+                given[lane], room = given[lane] + 1, room - 1
+    return given
+
+
 @pytest.mark.parametrize("seed", range(12))
 @pytest.mark.parametrize("limits,tokens,samples", [((5, 99), 70, 60), ((3, 6), 70, 60), ((5, 99), 24, 60),
                                                    ((5, 99), 70, 10), ((0, 99), 70, 60)])
@@ -55,13 +65,15 @@ def test_a_lane_at_its_rows_end_computes_its_drafts_as_far_as_there_is_room(seed
     rows = make_rows(rng)
     lanes, query_len, made = make_step(rng, rows, tokens, samples, limits)
     room = min(tokens - sum(query_len), samples - LANES, limits[1])
+    wanted = []
+    for row, count in zip(lanes, query_len, strict=True):
+        at_end = rows["alive"][row] and rows["num_computed"][row] + count == rows["length"][row]
+        wanted.append(min(int(rows["draft_count"][row]), limits[0]) if at_end else 0)
+    given = in_turn(wanted, room)
     place, token_at, sampled = 0, [], []
     for lane, (row, count) in enumerate(zip(lanes, query_len, strict=True)):
-        start, length, alive = (int(rows[name][row]) for name in ("num_computed", "length", "alive"))
-        drafts = 0
-        if alive and start + count == length:
-            drafts = min(int(rows["draft_count"][row]), limits[0], max(room, 0))
-        room -= drafts
+        start, alive = (int(rows[name][row]) for name in ("num_computed", "alive"))
+        drafts = given[lane]
         assert made.num_draft_L[lane] == drafts
         assert made.length_L[lane] == (start + count + drafts if alive else 1)
         assert made.end_L[lane] == start + count

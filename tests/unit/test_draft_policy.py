@@ -42,7 +42,7 @@ class Device:
         seconds = self.seconds(limit) * self.random.uniform(0.95, 1.05)
         self.tokens += self.lanes + int(taken.sum())
         self.time += seconds
-        self.policy.learn(self.lanes, limit, taken, seconds)
+        self.policy.learn(self.lanes, limit, np.full_like(taken, made), taken, seconds)
 
     def best(self) -> tuple[int, float]:
         """The limit of the most tokens a second, and those."""
@@ -58,6 +58,41 @@ class Device:
         self.tokens = self.time = 0.0
         self.run(4000)
         return self.tokens / self.time / self.best()[1]
+
+
+class UnevenDevice(Device):
+    """A lane has as many drafts as a draw from `wants` says. They fill lanes * limit places in turns: first
+    drafts of all lanes, then second ones."""
+
+    def __init__(
+        self, lanes: int, wants: list[int], chance: list[float], seconds: Callable[[int], float]
+    ) -> None:
+        super().__init__(lanes, chance, seconds)
+        self.policy, self.wants = DraftPolicy(len(chance), max(1024, lanes), uneven=True), wants
+
+    def step(self, limit: int) -> tuple[np.ndarray, np.ndarray]:
+        """Drafts verified and taken by each lane."""
+        most = len(self.chance)
+        wanted = self.random.choice(self.wants, self.lanes)
+        asks = (np.arange(most)[:, None] < wanted).ravel()
+        made = (asks & (np.cumsum(asks) <= self.lanes * limit)).reshape(most, -1).sum(0)
+        agrees = self.random.random((self.lanes, most)) < self.chance
+        return made, np.minimum(np.cumprod(agrees, 1).sum(1), made)
+
+    def _apply(self, limit: int, made: int) -> None:
+        drafted, taken = self.step(limit if made else 0)  # the step before made all or none
+        seconds = self.seconds(limit) * self.random.uniform(0.95, 1.05)
+        self.tokens += self.lanes + int(taken.sum())
+        self.time += seconds
+        self.policy.learn(self.lanes, limit, drafted, taken, seconds)
+
+    def best(self) -> tuple[int, float]:
+        speeds = {}
+        for limit in (0, 1, 2, 4, 8, 16):
+            if limit <= len(self.chance) and (not limit or self.lanes * (1 + limit) <= 1024):
+                gained = np.mean([self.step(limit)[1].sum() for _ in range(200)])
+                speeds[limit] = (self.lanes + gained) / self.seconds(limit)
+        return max(speeds.items(), key=lambda item: item[1])
 
 
 def linear(first: float, each: float) -> Callable[[int], float]:
@@ -81,6 +116,25 @@ def test_it_comes_within_three_percent_of_the_best_limit(
     device = Device(lanes, chance, seconds)
     device.run(2500)
     assert device.share() > 0.97, (device.best(), device.limits[-400:])
+
+
+@pytest.mark.parametrize(
+    ("lanes", "wants", "chance", "seconds", "limit"),
+    [
+        (64, [0, 0, 0, 8], [0.9] * 8, linear(1e-3, 2e-4), 2),  # a quarter of the lanes: two a lane hold all
+        (64, [0, 8], [0.9] * 8, linear(1e-3, 1e-4), 4),
+        (256, [0, 0, 0, 0, 0, 0, 0, 8], [0.8] * 8, linear(2e-3, 5e-4), 1),
+        (16, [8], [0.95] * 8, linear(1e-3, 2e-5), 8),
+        (64, [0, 0, 8], [0.2] * 8, linear(1e-3, 1e-3), 0),
+    ],
+)
+def test_lanes_without_drafts_leave_their_room_to_others(
+    lanes: int, wants: list[int], chance: list[float], seconds: Callable[[int], float], limit: int
+) -> None:
+    device = UnevenDevice(lanes, wants, chance, seconds)
+    assert device.best()[0] == limit, "the case is what it is meant to be"
+    device.run(2500)
+    assert device.share() > 0.96, (device.best(), device.limits[-400:])
 
 
 def test_where_drafting_never_pays_the_loss_is_small_from_early_on() -> None:

@@ -21,16 +21,17 @@ class SchedulerMachine(RuleBasedStateMachine):
         lag=st.integers(0, 3), rows=st.integers(1, 5), num_blocks=st.integers(7, 16),
         budget=st.integers(0, 12), tokens_per_step=st.sampled_from((1, 1, 2, 4)), caching=st.booleans(),
         policy=st.sampled_from(("fcfs", "priority")), ahead=st.integers(0, 2),
-        lookahead=st.sampled_from((0, 0, 3, 6)),
+        lookahead=st.sampled_from((0, 0, 3, 6)), uneven=st.booleans(),
     )
     def start(
         self, lag: int, rows: int, num_blocks: int, budget: int, tokens_per_step: int, caching: bool,
-        policy: str, ahead: int, lookahead: int,
+        policy: str, ahead: int, lookahead: int, uneven: bool,
     ) -> None:
         self.harness = Harness(
             lag, max_num_seqs=rows, max_num_batched_tokens=rows * tokens_per_step + budget, max_model_len=40,
             block_size=4, num_blocks=num_blocks, policy=policy, enable_prefix_caching=caching,
             tokens_per_step=tokens_per_step, grant_ahead=ahead, lookahead=lookahead,
+            uneven_drafts=uneven,
         )
         self.next_key = 0
 

@@ -57,7 +57,11 @@ def test_the_largest_shape_comes_first_and_none_comes_twice():
     assert [shape.tokens for shape in shapes] == sorted((shape.tokens for shape in shapes), reverse=True)
 
 
-DRAFTING = {most: Shapes(LANES, TOKENS, stage_of, TOP, most) for most in (1, 3, 16)}
+DRAFTING = {
+    (most, uneven): Shapes(LANES, TOKENS, stage_of, TOP, most, uneven)
+    for most in (1, 3, 16)
+    for uneven in (False, True)
+}
 
 
 @given(
@@ -65,25 +69,28 @@ DRAFTING = {most: Shapes(LANES, TOKENS, stage_of, TOP, most) for most in (1, 3, 
     prefill=st.integers(0, 512),
     features=st.sets(st.sampled_from(sorted(STAGES))),
     num_logprobs=st.integers(-1, TOP),
-    most=st.sampled_from(sorted(DRAFTING)),
-    drafts=st.integers(1, 16),
+    kind=st.sampled_from(sorted(DRAFTING)),
+    share=st.integers(1, 16),
 )
-def test_a_step_with_drafts_fits_into_a_captured_shape(lanes, prefill, features, num_logprobs, most, drafts):
-    shapes, drafts = DRAFTING[most], min(drafts, most)
+def test_a_step_with_drafts_fits_into_a_captured_shape(lanes, prefill, features, num_logprobs, kind, share):
+    shapes, (most, uneven), share = DRAFTING[kind], kind, min(share, kind[0])
+    drafts = most if uneven else share
     tokens, decode = min(lanes + prefill, 512), prefill == 0
     facts = dict(decode=decode, features=features, num_logprobs=num_logprobs)
-    shape = shapes.find(lanes, tokens, **facts, drafts=drafts, room=lanes * drafts)
+    shape = shapes.find(lanes, tokens, **facts, drafts=drafts, room=lanes * share)
     assert shape in shapes.all()
     assert shape.lanes >= lanes and shape.tokens >= tokens and shape.samples >= shape.lanes
     assert shape.samples <= max(1024, shape.lanes) and shape.drafts <= most
     assert shapes.find(lanes, tokens, **facts).samples == shapes.find(lanes, tokens, **facts).lanes
-    if decode:
-        assert shape.tokens == shape.samples == shape.lanes * (1 + shape.drafts)
-    if decode and shape.stage != FULL and shape.lanes * (1 + drafts) <= 512:
-        assert shape.drafts >= drafts, "there is room for all"
+    if decode and shape.drafts:
+        room = shape.samples // shape.lanes - 1
+        assert shape.tokens == shape.samples == shape.lanes * (1 + room)
+        assert shape.drafts == (most if uneven else room)
+        if shape.stage != FULL and shape.lanes * (1 + share) <= 512:
+            assert room >= share and shape.drafts >= drafts, "there is room for all"
 
 
 def test_without_drafts_the_shapes_are_those_of_an_engine_that_has_none():
-    plain, drafting = SHAPES.all(), DRAFTING[3].all()
+    plain, drafting = SHAPES.all(), DRAFTING[3, False].all()
     assert [s for s in drafting if s in plain] == [s for s in plain if s.decode or s.stage != FULL]
     assert len(set(drafting)) == len(drafting)
