@@ -150,6 +150,28 @@ def test_streams_end_with_the_reason_where_outputs_cannot_be_read(tokenizer, cap
     assert llm.errored
 
 
+def test_readers_are_woken_a_few_at_a_time_so_that_others_are_heard_between(tokenizer, monkeypatch):
+    monkeypatch.setattr("slipstream.engine.async_llm.MOST_WOKEN", 8)
+    llm, _ = scripted(tokenizer, lambda request: ids_of("abcdef"))
+    read, at_once = 0, []
+
+    async def reader() -> None:
+        nonlocal read
+        async for _ in llm.generate([5], DELTA, "r"):
+            read += 1
+
+    async def main() -> None:
+        readers = asyncio.gather(*(reader() for _ in range(100)))
+        while not readers.done():
+            before = read
+            await asyncio.sleep(0)
+            at_once.append(read - before)
+        await readers
+
+    asyncio.run(main())
+    assert 100 <= read == sum(at_once) and max(at_once) == 8
+
+
 class Delayed(ScriptedClient):
     """Says nothing for `quiet` seconds after a request came; then that it was let in, or `refusal`."""
 
