@@ -147,9 +147,10 @@ def check_attention(shape: LayerAttention, dtype: torch.dtype) -> str:
     return f"error {worst:.1e}"
 
 
-def check_engine() -> str:
+def check_engine(uneven: bool) -> str:
+    """uneven: every second row has no drafts, and steps have room for two a row."""
     import numpy as np
-    from drafting import DraftEngine, TableDrafter, draft_plan
+    from drafting import UNEVEN, DraftEngine, TableDrafter, draft_plan
     from harness import make_core, make_request, run
     from tiny_models import make_tiny_model
 
@@ -168,9 +169,12 @@ def check_engine() -> str:
     plain = run(core, requests, {7: 5})
     core.close()
     texts = [prompt + plain[key].tokens for key, prompt in enumerate(prompts)]
+    counts = (lambda length_L: length_L % 2 * 5) if uneven else None
+    limits = (2, 2, 1, 0) if uneven else (5, 5, 2, 0)
     engine = DraftEngine(
-        draft_plan(model, 5, device="cuda", **sizes), TableDrafter(texts, 5, 256, wrong=4),
-        limit=lambda step: (5, 5, 2, 0)[step // 4 % 4],
+        draft_plan(model, 5, device="cuda", **sizes, speculation=UNEVEN if uneven else {}),
+        TableDrafter(texts, 5, 256, wrong=4, counts=counts),
+        limit=lambda step: limits[step // 4 % 4],
     )
     got = engine.run(requests, {7: 5})
     engine.close()
@@ -288,7 +292,9 @@ def time_kernels_of_steps() -> None:
 
 
 def check_engines() -> None:
-    check("engine with graphs, float32, against plain decoding", check_engine)
+    for uneven, name in ((False, "alike"), (True, "shared room")):
+        check(f"engine with graphs, float32, drafts {name}, against plain decoding",
+              lambda uneven=uneven: check_engine(uneven))
 
 
 PARTS = {"kernels": check_kernels, "times": time_kernels_of_steps, "engine": check_engines}
