@@ -61,20 +61,36 @@ class NoDrafting:
 
 @dataclass(slots=True)
 class Group:
-    """Steps of alike many lanes. seconds: mean time by limit, of those that were tried; patience: steps until
-    the next probe."""
+    """Steps of alike many lanes. level: seconds that a step of cost 1 takes at present; cost: of a step by
+    limit, of those that were tried, and told: how many steps told it; limit: the one in use; patience: steps
+    until the next probe."""
 
-    seconds: dict[int, float] = field(default_factory=dict)
+    level: float = 0.0
+    cost: dict[int, float] = field(default_factory=dict)
+    told: dict[int, int] = field(default_factory=dict)
     limit: int = 0
     patience: int = FIRST_PROBE
     since: int = 0
     turn: int = 0
 
-    def times(self, most: int) -> Array:
-        """float64 [most + 1]: mean seconds by limit, on straight lines between those that were tried."""
-        tried = sorted(self.seconds)
-        times: Array = np.interp(np.arange(most + 1), tried, [self.seconds[limit] for limit in tried])
-        return times
+    def costs(self, most: int) -> Array:
+        """float64 [most + 1]: mean cost by limit, on straight lines between those that were tried."""
+        tried = sorted(self.cost)
+        costs: Array = np.interp(np.arange(most + 1), tried, [self.cost[limit] for limit in tried])
+        return costs
+
+    def learn(self, limit: int, seconds: float) -> None:
+        """Lanes and contexts of a group change from step to step, so seconds of a probe long ago say nothing
+        beside those of today. The limit in use tells the level; others, what they cost beside it."""
+        self.level = self.level or seconds
+        cost = seconds / self.level
+        mean, told = self.cost.get(limit, cost), self.told.get(limit, 0) + 1
+        change = max(FRESH, 1 / told) * (min(cost, OUTLIER * mean) - mean)
+        self.told[limit] = told
+        if limit == self.limit and told > PROBE_STEPS:
+            self.level *= 1 + change / mean
+        else:
+            self.cost[limit] = mean + change
 
 
 def group_of(lanes: int) -> int:
@@ -109,12 +125,12 @@ class DraftPolicy:
         # The group's largest step must fit, so that all of it has the same choices.
         most = self._max_tokens // (1 << number) - 1
         limits = [limit for limit in self._limits if limit <= most] or [0]
-        untried = [limit for limit in (limits[-1], 0) if limit not in group.seconds]
+        untried = [limit for limit in (limits[-1], 0) if limit not in group.cost]
         self._left = PROBE_STEPS
         if untried:
             self.limit = untried[0]
             return
-        speeds = self.tokens() / group.times(self._limits[-1])
+        speeds = self.tokens() / group.costs(self._limits[-1])
         best = max(limits, key=lambda limit: float(speeds[limit]))
         if group.limit not in limits or speeds[best] > BETTER * speeds[group.limit]:
             group.limit, group.patience = best, FIRST_PROBE
@@ -156,9 +172,7 @@ class DraftPolicy:
                 reached = np.bincount(np.minimum(counts, shown), minlength=shown + 1)[::-1].cumsum()[::-1]
                 sums[:shown] = KEEP * sums[:shown] + reached[1:]
         if seconds > 0.0:
-            known = self._groups.setdefault(group_of(lanes), Group()).seconds
-            mean = known.get(limit, seconds)
-            known[limit] = mean + FRESH * (min(seconds, OUTLIER * mean) - mean)
+            self._groups.setdefault(group_of(lanes), Group()).learn(limit, seconds)
 
     def _shown(self, lanes: int, limit: int, drafted: Array) -> int:
         """Up to which draft of a lane the step shows how many there were: all, unless they filled it."""

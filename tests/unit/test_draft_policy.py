@@ -143,6 +143,16 @@ def test_where_drafting_never_pays_the_loss_is_small_from_early_on() -> None:
     assert device.share() > 0.98
 
 
+@pytest.mark.parametrize("cycle", [150, 400])
+def test_times_of_a_heavier_load_do_not_make_drafts_look_cheap(cycle: int) -> None:
+    """Batch after batch that begins heavy and ends light, as its answers end, all in one group."""
+    device = Device(48, [0.25] * 3, linear(1e-3, 4e-4))
+    light = device.seconds
+    device.seconds = lambda limit: light(limit) * (3.0 - 2.0 * (len(device.limits) % cycle) / cycle)
+    device.run(3000)
+    assert device.limits[-2000:].count(0) > 1900
+
+
 def test_it_follows_a_change_of_acceptance_and_of_load() -> None:
     device = Device(16, [0.01] * 8, linear(1e-3, 5e-5))
     device.run(1500)
