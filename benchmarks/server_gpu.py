@@ -107,6 +107,7 @@ def generate(options: argparse.Namespace, model: Path) -> None:
     print("FACTS", json.dumps({"device": device, "torch": torch.__version__}), flush=True)
     llm = LLM(
         str(model), load_format="dummy", max_model_len=options.max_model_len, max_num_seqs=options.streams,
+        gpu_memory_utilization=options.utilization,
         distributed_executor_backend="mp" if options.child == "generate-mp" else "uni",
     )  # fmt: skip
     parser = argparse.ArgumentParser()
@@ -175,7 +176,7 @@ def run_server(part: Part, options: argparse.Namespace, model: Path) -> dict[str
         free.bind(("127.0.0.1", 0))
         port = str(free.getsockname()[1])
     flags = ["--load-format", "dummy", "--max-model-len", str(options.max_model_len), "--port", port, *QUIET]
-    flags += ["--max-num-seqs", str(options.streams)]
+    flags += ["--max-num-seqs", str(options.streams), "--gpu-memory-utilization", str(options.utilization)]
     if part.name == "vllm":
         command = [sys.executable, "-m", "vllm.entrypoints.openai.api_server", "--model", str(model), *flags]
         environment = {
@@ -258,6 +259,7 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--output-len", type=int, default=256)
     parser.add_argument("--max-model-len", type=int, default=1024)
     parser.add_argument("--repeats", type=int, default=2)
+    parser.add_argument("--utilization", type=float, default=0.8, help="of the device's memory, every engine")
     parser.add_argument("--peer", default="", help="PYTHONPATH of vLLM; without it that part is left out")
     parser.add_argument("--parts", default="generate,ours,vllm")
     parser.add_argument("--limit", type=float, default=75.0, help="seconds of a part")
