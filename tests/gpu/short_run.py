@@ -31,7 +31,7 @@ PARAMS = (
     dict(temperature=0.9, top_k=20, top_p=0.9, min_p=0.01),
     dict(temperature=0.8, repetition_penalty=1.2, frequency_penalty=0.3, presence_penalty=0.2),
     dict(temperature=0.7, logprobs=5),
-    dict(temperature=1.0, logit_bias={5: 4.0}, min_tokens=7, stop_token_ids=[7]),
+    dict(temperature=1.0, logit_bias={5: 4.0}, min_tokens=4, stop_token_ids=[7]),
     dict(temperature=0.0, prompt_logprobs=3),
 )
 DRAFTS = (
