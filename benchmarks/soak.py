@@ -36,7 +36,7 @@ from typing import Any
 import aiohttp
 import psutil
 
-ROWS = 32
+ROWS, FEW_ROWS = 32, 8  # few where latency counts: two cores compute no more tokens a second for 32
 RECOVERY, SLOWER = 10.0, 2.0  # seconds; latency counts as back below so many times that of a calm server
 FLAT, GROWTH = 0.05, 0.10  # of a process's resident memory: churn, overload
 GOODPUT = 0.8  # of the sustainable rate, under overload
@@ -44,7 +44,10 @@ SAMPLE_SECONDS = 2.0
 OUTPUT = 16  # tokens of a request of the overload
 # A client waits two seconds for a row; the KV pool is one that the first requests have filled, so that its
 # pages are not taken for growth.
-LIMITS = ("--max-queue-seconds", "2", "--max-concurrent-requests", "256", "--num-gpu-blocks-override", "385")
+LIMITS = (
+    "--max-queue-seconds", "2", "--max-concurrent-requests", "256", "--max-num-seqs", str(FEW_ROWS),
+    "--num-gpu-blocks-override", "129",
+)  # fmt: skip
 WORDS = Path(__file__).read_text().split()
 
 
@@ -215,7 +218,7 @@ async def busy(load: Overload, seconds: float) -> float:
             await load.ask()
 
     begin = time.perf_counter()
-    await asyncio.gather(*(client() for _ in range(ROWS)))
+    await asyncio.gather(*(client() for _ in range(FEW_ROWS)))
     return load.statuses[200] / (time.perf_counter() - begin)
 
 
@@ -312,7 +315,10 @@ def main() -> int:
     begun = time.strftime("%Y-%m-%dT%H:%M:%S")
     found = asyncio.run({"overload": overload, "churn": churn}[options.what](options))
     command = f"python benchmarks/soak.py {options.what} --seconds {options.seconds:g}"
-    machine = {"cores": os.cpu_count(), "machine": platform.machine(), "date": begun, "rows": ROWS}
+    rows = {"overload": FEW_ROWS, "churn": ROWS}[options.what]
+    machine = {"cores": os.cpu_count(), "machine": platform.machine(), "date": begun, "rows": rows}
+    machine["load_average"] = round(os.getloadavg()[0], 2)
+    machine["OMP_NUM_THREADS"] = os.environ.get("OMP_NUM_THREADS")
     report = {"command": command, **machine, **found}
     print(json.dumps(report, indent=1))
     if options.json:
