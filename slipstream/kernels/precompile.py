@@ -16,7 +16,7 @@ import os
 import subprocess
 import sys
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from ctypes.util import find_library
 from importlib import import_module
 from pathlib import Path
@@ -97,7 +97,7 @@ class Workers:
     def compile(self, launches: Sequence[str], meanwhile: Callable[[], object] = lambda: None) -> None:
         """Returns when all are done, and `meanwhile`, which runs at the same time. A kernel that a worker
         could not compile is compiled at its launch, where its error shows."""
-        left = list(reversed(launches))
+        left = iter(launches)
         threads = [threading.Thread(target=self._feed, args=(worker, left)) for worker in self._workers]
         for thread in threads:
             thread.start()
@@ -105,18 +105,17 @@ class Workers:
         for thread in threads:
             thread.join()
 
-    def _feed(self, worker: subprocess.Popen[str], left: list[str]) -> None:
-        """A worker gets one launch after the other: some take many times as long as others."""
+    def _feed(self, worker: subprocess.Popen[str], left: Iterator[str]) -> None:
+        """A worker gets one launch after the other: some take many times as long as others. left: what all
+        have to do between them."""
         assert worker.stdin is not None
         assert worker.stdout is not None
         try:
-            while True:
-                worker.stdin.write(left.pop() + "\n")
+            for launch in left:
+                worker.stdin.write(launch + "\n")
                 worker.stdin.flush()
                 if not worker.stdout.readline():
                     raise BrokenPipeError
-        except IndexError:
-            pass
         except BrokenPipeError:
             log.warning("a process that compiles kernels has died; its kernel is compiled at first launch")
         _end(worker)
