@@ -1,6 +1,6 @@
 """A short run of everything that a step may do, for compute-sanitizer: the V2 runner on a tiny model.
 
-    compute-sanitizer --tool memcheck --error-exitcode 9 python tests/gpu/short_run.py [--eager] [--steps 20]
+    compute-sanitizer --tool memcheck --error-exitcode 9 python tests/gpu/short_run.py [--eager]
 
 Rows come and go, prompts come in pieces, rows preempt each other, every sampling feature is in use, plainly
 and with n-gram and suffix drafts. --eager: without graphs; with PYTORCH_NO_CUDA_MEMORY_CACHING=1 every tensor
@@ -26,6 +26,7 @@ from tiny_models import make_tiny_model  # noqa: E402
 
 from slipstream.contracts.sampling_params import SamplingParams  # noqa: E402
 
+TOKENS = 8  # of an answer: under the sanitizer a step takes a second
 PARAMS = (
     dict(temperature=0.0),
     dict(temperature=0.9, top_k=20, top_p=0.9, min_p=0.01),
@@ -44,7 +45,6 @@ DRAFTS = (
 def main() -> None:
     parser = argparse.ArgumentParser()
     parser.add_argument("--eager", action="store_true")
-    parser.add_argument("--steps", type=int, default=20, help="tokens of each answer")
     args = parser.parse_args()
     rng = np.random.default_rng(1)
     with tempfile.TemporaryDirectory() as folder:
@@ -53,10 +53,10 @@ def main() -> None:
             for drafts in DRAFTS:
                 core = make_core(
                     model, dtype="bfloat16", max_num_seqs=6, max_num_batched_tokens=32, block_size=4,
-                    num_gpu_blocks_override=30, max_model_len=64, enforce_eager=args.eager,
+                    num_gpu_blocks_override=22, max_model_len=64, enforce_eager=args.eager,
                     speculative_config=drafts,
                 )  # fmt: skip
-                kinds = [SamplingParams(max_tokens=args.steps, ignore_eos=True, **kind) for kind in PARAMS]
+                kinds = [SamplingParams(max_tokens=TOKENS, ignore_eos=True, **kind) for kind in PARAMS]
                 requests = [
                     make_request(core, key, rng.integers(3, 250, 7 + 9 * (key % 5)).tolist(), kind, key)
                     for key, kind in enumerate(2 * kinds)
