@@ -8,8 +8,9 @@ overload: the sustainable rate is measured with all rows busy; then `factor` tim
 arrive. Holds if answers are 200 with all their tokens, or 429 or 503 with Retry-After; if nearly as many are
 200 as could be; if memory is bounded; and if the latency of a lone request is back within RECOVERY seconds.
 churn: every connection sends one request after the other: streams that are read to the end, dropped after
-some chunks, read slowly, cancelled before anything came, and whole answers; now and then it reconnects. Holds
-if nothing but 200 was answered, every process's memory is flat, and no row or block is in use at the end.
+some chunks, read slowly, cancelled before anything came, and whole answers; now and then it reconnects, and
+at the end all hang up. Holds if nothing but 200 was answered, every process's memory is flat, and no row or
+block is in use at the end.
 Ends with 1 where something did not hold.
 """
 
@@ -41,6 +42,7 @@ RECOVERY, SLOWER = 10.0, 2.0  # seconds; latency counts as back below so many ti
 FLAT, GROWTH = 0.05, 0.10  # of a process's resident memory: churn, overload
 GOODPUT = 0.8  # of the sustainable rate, under overload
 SAMPLE_SECONDS = 2.0
+AT_THE_END = 5.0  # seconds, after which who still waits hangs up
 OUTPUT = 16  # tokens of a request of the overload
 # A client waits two seconds for a row; the KV pool is one that the first requests have filled, so that its
 # pages are not taken for growth.
@@ -280,7 +282,14 @@ async def churn(options: argparse.Namespace) -> dict[str, Any]:
     async with serving(options) as server:
         deadline = server.begin + options.seconds
         visitors = [Visitor(server.url, deadline, counts, wrong) for _ in range(options.connections)]
-        await asyncio.gather(*(visitor.run() for visitor in visitors))
+        runs = [asyncio.create_task(visitor.run()) for visitor in visitors]
+        _, late = await asyncio.wait(runs, timeout=options.seconds + AT_THE_END)
+        for run in late:
+            run.cancel()
+        for outcome in await asyncio.gather(*runs, return_exceptions=True):
+            if isinstance(outcome, Exception):
+                raise outcome
+        counts["hung up at the end"] = len(late)
         used = await idle(server.url)
         made = (await metrics(server.url))["vllm:generation_tokens_total"]
         fifth = options.seconds / 5
