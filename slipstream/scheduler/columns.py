@@ -45,11 +45,12 @@ class RowColumns:
         self.tokens_flat = self.tokens.reshape(-1)
         self.token_start = np.arange(rows, dtype=np.int64) * config.max_model_len
 
-    def decoding(self) -> Array:
-        """int64, rows that may gain a token. A row whose bound reached max_len only waits for its results.
+    def decoding(self, in_flight: int) -> Array:
+        """int64, rows that may gain a token. Where the steps in flight end a row even if they bring it one
+        token each, it only waits for its results; that all drafts are taken, as bounds assume, is a guess.
         Bounds must be settled."""
-        free = (self.phase == DECODE) & ~self.held
-        return np.flatnonzero(free & (self.computed_bound + 1 < self.max_len))
+        goes_on = (self.computed_bound + 1 < self.max_len) | (self.length + in_flight < self.max_len)
+        return np.flatnonzero((self.phase == DECODE) & ~self.held & goes_on)
 
     def snapshot(self, steps: Array) -> EngineSnapshot:
         """Copies of what a reader may see. What a row's owner left stays in its columns while it is free."""

@@ -99,7 +99,8 @@ def length_bound(columns: RowColumns, lanes: Lanes, width: int) -> int:
     settled."""
     bound = max((chunk.end for chunk in lanes.chunks), default=0)
     if len(lanes.decode_row):
-        bound = max(bound, int(columns.computed_bound[lanes.decode_row].max()) + width)
+        after = columns.computed_bound[lanes.decode_row] + width
+        bound = max(bound, int(np.minimum(after, columns.max_len[lanes.decode_row]).max()))
     return bound
 
 

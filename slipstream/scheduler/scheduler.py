@@ -192,7 +192,7 @@ class Scheduler:
         """The decode rows of the next step, their new blocks, whether somebody was preempted for them, the
         drafts a lane that there is room for, and the tokens that one lane may gain."""
         config, pool, preempted = self.config, self._rows.pool, False
-        rows = self._columns.decoding()
+        rows = self._columns.decoding(len(self._flight))
         waits = bool(self._prefills) or self._may_admit()
         drafts = affordable_drafts(drafts, len(rows), config.max_num_batched_tokens, waits)
         width = 1 + config.most_drafts(drafts)
@@ -204,7 +204,7 @@ class Scheduler:
         while int(needed.sum()) > pool.num_free:
             self._preempt()
             preempted = True
-            rows = self._columns.decoding()
+            rows = self._columns.decoding(len(self._flight))
             needed = blocks_short(self._columns, rows, config, 1, 0)
         if not needed.any():
             return rows, NO_GRANTS, preempted, drafts, width
