@@ -266,7 +266,7 @@ class Visitor:
                         break
                     if kind == "slow":
                         await asyncio.sleep(0.2)
-                    if b'"error"' in line:
+                    if line.startswith(b'data: {"error"'):
                         self._wrong.append(f"{kind}: {line!r}")
         except TimeoutError:
             if kind != "cancel":
