@@ -1,5 +1,5 @@
 """How many drafts a step verifies, against devices whose acceptance and step times are known: the best limit
-of each is worked out from its own numbers."""
+of each is worked out from its own numbers. And that guesses keep no row waiting."""
 
 from __future__ import annotations
 
@@ -8,8 +8,9 @@ from collections.abc import Callable
 
 import numpy as np
 import pytest
+from scheduler_device import Harness, make_request
 
-from slipstream.scheduler.drafting import LAST_PROBE, DraftPolicy
+from slipstream.scheduler.drafting import LAST_PROBE, DraftPolicy, NoDrafting
 
 LAG = 2  # steps in flight
 
@@ -172,3 +173,25 @@ def test_a_step_never_has_more_tokens_than_there_are_shapes_for() -> None:
         assert limit == 0 or lanes * (1 + limit) <= 1024
     assert DraftPolicy(16, 1024).choose(32) == 16 and DraftPolicy(16, 1024).choose(64) == 8
     assert DraftPolicy(3, 1024).choose(256) == 3
+
+
+class Always(NoDrafting):
+    limit = 4
+
+    def choose(self, lanes: int) -> int:
+        return self.limit
+
+
+@pytest.mark.parametrize("uneven", [False, True])
+def test_a_row_near_its_end_goes_on_until_steps_in_flight_end_it_for_certain(uneven: bool) -> None:
+    """Two steps of five tokens may end it earlier, but most do not."""
+    harness = Harness(tokens_per_step=5, uneven_drafts=uneven)
+    harness.scheduler._drafting = Always()
+    harness.add(make_request(3, 5, 40, ignore_eos=True))
+    while 3 not in harness.finish:
+        left = 40 - len(harness.tokens[3])
+        while len(harness.late) < 2 and harness.schedule():
+            pass
+        assert len(harness.late) == min(2, left)
+        harness.apply()
+    harness.finish_all()

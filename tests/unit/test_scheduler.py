@@ -8,7 +8,6 @@ from scheduler_device import END, Harness, expected_output, make_request, token_
 
 from slipstream.contracts.step import Finish
 from slipstream.scheduler import SchedulerConfig
-from slipstream.scheduler.drafting import NoDrafting
 
 
 def key_without_end(length: int, more: int) -> int:
@@ -30,28 +29,6 @@ def test_every_request_gets_its_own_tokens(
     harness.add(*(make_request(key, 1 + key * 7 % 23, key * 5 % 20) for key in range(30)))
     harness.finish_all()
     assert len(harness.finish) == 30
-
-
-class Always(NoDrafting):
-    limit = 4
-
-    def choose(self, lanes: int) -> int:
-        return self.limit
-
-
-@pytest.mark.parametrize("uneven", [False, True])
-def test_a_row_near_its_end_goes_on_until_steps_in_flight_end_it_for_certain(uneven: bool) -> None:
-    """Two steps of five tokens may end it earlier, but most do not."""
-    harness = Harness(tokens_per_step=5, uneven_drafts=uneven)
-    harness.scheduler._drafting = Always()
-    harness.add(make_request(3, 5, 40, ignore_eos=True))
-    while 3 not in harness.finish:
-        left = 40 - len(harness.tokens[3])
-        while len(harness.late) < 2 and harness.schedule():
-            pass
-        assert len(harness.late) == min(2, left)
-        harness.apply()
-    harness.finish_all()
 
 
 @pytest.mark.parametrize("lag", [0, 1, 3])
