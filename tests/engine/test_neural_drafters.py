@@ -31,7 +31,7 @@ def drafters(target: Path, tmp_path_factory) -> dict[str, Path]:
 def texts(
     target: Path, draft: dict[str, object] | None, tight: bool
 ) -> tuple[dict[int, Collected], EngineStats]:
-    pool = dict(num_gpu_blocks_override=30, block_size=4) if tight else {}
+    pool = dict(num_gpu_blocks_override=23, block_size=4) if tight else {}
     core = make_core(target, max_num_seqs=6, max_num_batched_tokens=48, speculative_config=draft, **pool)
     if draft:
         core.scheduler._drafting = FixedDrafting(DRAFTS)
