@@ -193,7 +193,6 @@ def import_quietly(modules: tuple[str, ...]) -> None:
     thread.join()
 
 
-
 def keep_for_good() -> None:
     """Nothing made so far will ever be garbage: the collector need not walk through it between steps."""
     gc.collect()

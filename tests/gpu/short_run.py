@@ -14,27 +14,21 @@ import os
 import sys
 import tempfile
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 
 ROOT = Path(__file__).parents[2]
-sys.path[:0] = [str(ROOT / folder) for folder in ("", "tests")]
+sys.path[:0] = [str(ROOT / folder) for folder in ("", "tests", "tests/gpu")]
 os.environ["SLIPSTREAM_TEST_DEVICE"] = "cuda"
 
+from cases_no_waiting import KINDS  # noqa: E402
 from harness import make_core, make_request, run  # noqa: E402
 from tiny_models import make_tiny_model  # noqa: E402
 
 from slipstream.contracts.sampling_params import SamplingParams  # noqa: E402
 
 TOKENS = 8  # of an answer: under the sanitizer a step takes a second
-PARAMS = (
-    dict(temperature=0.0),
-    dict(temperature=0.9, top_k=20, top_p=0.9, min_p=0.01),
-    dict(temperature=0.8, repetition_penalty=1.2, frequency_penalty=0.3, presence_penalty=0.2),
-    dict(temperature=0.7, logprobs=5),
-    dict(temperature=1.0, logit_bias={5: 4.0}, min_tokens=4, stop_token_ids=[7]),
-    dict(temperature=0.0, prompt_logprobs=3),
-)
 DRAFTS = (
     None,
     {"method": "ngram", "num_speculative_tokens": 3, "prompt_lookup_min": 1, "prompt_lookup_max": 3},
@@ -42,11 +36,17 @@ DRAFTS = (
 )
 
 
+def params_of(kind: dict[str, Any]) -> SamplingParams:
+    """Those of a short answer, half of which may be its min_tokens."""
+    least = min(kind.get("min_tokens", 0), TOKENS // 2)
+    return SamplingParams(ignore_eos=True, **{**kind, "max_tokens": TOKENS, "min_tokens": least})
+
+
 def main() -> None:
     parser = argparse.ArgumentParser()
     parser.add_argument("--eager", action="store_true")
     args = parser.parse_args()
-    rng = np.random.default_rng(1)
+    rng, kinds = np.random.default_rng(1), [params_of(kind) for kind in KINDS.values()]
     with tempfile.TemporaryDirectory() as folder:
         for family in ("qwen3", "llama"):
             model = make_tiny_model(Path(folder) / family, family)
@@ -56,7 +56,6 @@ def main() -> None:
                     num_gpu_blocks_override=22, max_model_len=64, enforce_eager=args.eager,
                     speculative_config=drafts,
                 )  # fmt: skip
-                kinds = [SamplingParams(max_tokens=TOKENS, ignore_eos=True, **kind) for kind in PARAMS]
                 requests = [
                     make_request(core, key, rng.integers(3, 250, 7 + 9 * (key % 5)).tolist(), kind, key)
                     for key, kind in enumerate(2 * kinds)
@@ -65,7 +64,7 @@ def main() -> None:
                 stats = core.scheduler.stats()
                 core.close()
                 assert all(not one.errors and one.tokens for one in found.values())
-                assert stats.preemptions > 0
+                assert stats.preemptions > 0 and (stats.draft_tokens > 0) == (drafts is not None)
                 print(f"{family}, drafts of {drafts and drafts['method']}: {stats.steps} steps", flush=True)
 
 

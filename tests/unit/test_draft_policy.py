@@ -8,9 +8,10 @@ from collections.abc import Callable
 
 import numpy as np
 import pytest
+from drafters import FixedDrafting
 from scheduler_device import Harness, make_request
 
-from slipstream.scheduler.drafting import LAST_PROBE, DraftPolicy, NoDrafting
+from slipstream.scheduler.drafting import LAST_PROBE, DraftPolicy
 
 LAG = 2  # steps in flight
 
@@ -175,18 +176,11 @@ def test_a_step_never_has_more_tokens_than_there_are_shapes_for() -> None:
     assert DraftPolicy(3, 1024).choose(256) == 3
 
 
-class Always(NoDrafting):
-    limit = 4
-
-    def choose(self, lanes: int) -> int:
-        return self.limit
-
-
 @pytest.mark.parametrize("uneven", [False, True])
 def test_a_row_near_its_end_goes_on_until_steps_in_flight_end_it_for_certain(uneven: bool) -> None:
     """Two steps of five tokens may end it earlier, but most do not."""
     harness = Harness(tokens_per_step=5, uneven_drafts=uneven)
-    harness.scheduler._drafting = Always()
+    harness.scheduler._drafting = FixedDrafting(4)
     harness.add(make_request(3, 5, 40, ignore_eos=True))
     while 3 not in harness.finish:
         left = 40 - len(harness.tokens[3])
