@@ -9,7 +9,7 @@ from dataclasses import dataclass, replace
 
 import torch
 
-from slipstream.kernels.linear import Norm
+from slipstream.kernels.linear import FLOAT16_SHRINK, Norm, Scaled
 
 Tensor = torch.Tensor
 
@@ -24,12 +24,21 @@ class LinearCase:
     norm: Norm | None
     residual_MN: Tensor
 
+    def given(self, parts: int = 3) -> Tensor | Scaled:
+        """x as a product takes it; with a norm, as what adds to the residual leaves it, squares in parts."""
+        if self.norm is None:
+            return self.x_MK
+        shrink = FLOAT16_SHRINK if self.weight_NK.dtype == torch.float16 else 1.0
+        pieces = self.x_MK.double().square().tensor_split(parts, 1)
+        squares_PM = torch.stack([piece.sum(1) for piece in pieces]).float()
+        scaled_MK = (self.x_MK * (self.norm.weight_K * shrink)).to(self.weight_NK.dtype)
+        return Scaled(scaled_MK, squares_PM, self.norm)
+
     def expected(self, op: str) -> Tensor:
         """float64 [M, N], gated [M, N / 2]."""
         x_MK = self.x_MK.double()
         if self.norm is not None:
-            mean_M1 = x_MK.square().mean(1, keepdim=True)
-            x_MK = x_MK / (mean_M1 + self.norm.eps).sqrt() * self.norm.weight_K.double()
+            x_MK = normalised(x_MK, self.norm)
         y_MN = x_MK @ self.weight_NK.double().T
         if self.bias_N is not None:
             y_MN = y_MN + self.bias_N.double()
@@ -43,6 +52,13 @@ class LinearCase:
     def only(self, first: int, last: int) -> LinearCase:
         """The case of some of its rows."""
         return replace(self, x_MK=self.x_MK[first:last], residual_MN=self.residual_MN[first:last])
+
+
+def normalised(x_MK: Tensor, norm: Norm) -> Tensor:
+    """RMSNorm in float64."""
+    x_MK = x_MK.double()
+    mean_M1 = x_MK.square().mean(1, keepdim=True)
+    return x_MK / (mean_M1 + norm.eps).sqrt() * norm.weight_K.double()
 
 
 def linear_case(

@@ -2,7 +2,7 @@
 
 Neither weights nor x pass through shared memory, so many slabs of weights can be in flight, and they are
 before the predecessor ends. Warps have parts of a slab's inputs; their sums are added once, at the end.
-Norms go before. As everywhere, weights are the left operand.
+As everywhere, weights are the left operand.
 """
 
 from __future__ import annotations
@@ -15,6 +15,8 @@ from slipstream.kernels.linear_kernels import (
     finish,
     load_bias,
     load_residual,
+    load_rstd,
+    load_scale,
     load_weights,
     load_x,
     weight_rows,
@@ -23,18 +25,18 @@ from slipstream.kernels.linear_kernels import (
 
 @jit_with(do_not_specialize=("count",))
 def direct_kernel(
-    x: Arg, weight: Arg, bias: Arg, norm: Arg, out: Arg, partial: Arg, counter: Arg, count: Arg, eps: Arg,
-    x_stride: Arg, out_stride: Arg,
+    x: Arg, weight: Arg, bias: Arg, squares: Arg, scale: Arg, scaled: Arg, new_squares: Arg, out: Arg,
+    partial: Arg, counter: Arg, count: Arg, eps: Arg, x_stride: Arg, out_stride: Arg,
     OUTPUTS: tl.constexpr, INPUTS: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr,
     DEPTH: tl.constexpr, CHUNKS: tl.constexpr, SLABS: tl.constexpr, AHEAD: tl.constexpr,
-    SPLITS: tl.constexpr, OP: tl.constexpr, NORMED: tl.constexpr, SHRINK: tl.constexpr,
-    BIASED: tl.constexpr, EVEN: tl.constexpr, EARLY: tl.constexpr, PDL: tl.constexpr,
+    SPLITS: tl.constexpr, OP: tl.constexpr, PARTS: tl.constexpr, PARTS_PAD: tl.constexpr,
+    SCALES: tl.constexpr, SHRINK: tl.constexpr, BIASED: tl.constexpr, EVEN: tl.constexpr,
+    EARLY: tl.constexpr, PDL: tl.constexpr,
 ) -> None:
     """For tensor cores: 8 or 16 rows, of which some may be missing. AHEAD slabs are in flight.
 
     A product sums over inputs in any order, so each thread takes eight neighbouring inputs of a row as the
     eight that mma.m16n8k16 wants of it in two steps. A warp's chunk of a slab is PIECES x 32 inputs."""
-    tl.static_assert(not NORMED, "norms go before")
     first_row, tile, split = tl.program_id(0) * ROWS, tl.program_id(1), tl.program_id(2)
     PIECES: tl.constexpr = DEPTH // CHUNKS // 32
     # Axes in the order in which Triton gives them to lanes, then warps, then registers.
@@ -49,6 +51,7 @@ def direct_kernel(
     at = weight + tl.maximum(source, 0).to(tl.int64) * INPUTS
     x_at = x + row.to(tl.int64) * x_stride
     bias_C = load_bias(bias, tile, OUTPUTS, COLUMNS, OP, BIASED)
+    scale_C = load_scale(scale, tile, OUTPUTS, COLUMNS, SCALES)
     FIRST: tl.constexpr = min(SLABS, AHEAD)
     weights, values = (), ()
     for slab in tl.static_range(FIRST):
@@ -56,6 +59,7 @@ def direct_kernel(
     pdl_begin(PDL, EARLY)
     for slab in tl.static_range(FIRST):
         values = append(values, load_x(x_at, row, k + slab * DEPTH, count, INPUTS, EVEN))
+    rstd = load_rstd(squares, first_row, count, eps, INPUTS, ROWS, PARTS, PARTS_PAD, SHRINK)
     before = load_residual(
         out, tile, first_row, count, out_stride, OUTPUTS, ROWS, COLUMNS, OP == "add" and SPLITS == 1
     )
@@ -69,23 +73,24 @@ def direct_kernel(
             values = append(values, load_x(x_at, row, following, count, INPUTS, EVEN))
         acc = tl.dot(left, tl.permute(right, (0, 2, 1)), acc, input_precision="ieee")
     finish(
-        tl.sum(acc, 0), tl.zeros([ROWS], tl.float32), before, bias_C, out, partial, counter, tile, first_row,
-        split, count, eps, out_stride, OUTPUTS, INPUTS, ROWS, COLUMNS, SPLITS, OP, NORMED, SHRINK, BIASED,
+        tl.sum(acc, 0), rstd, before, bias_C, scale_C, scaled, new_squares, out, partial, counter, tile,
+        first_row, split, count, out_stride, OUTPUTS, ROWS, COLUMNS, SPLITS, OP, PARTS, SCALES, SHRINK,
+        BIASED,
     )
 
 
 @jit_with(do_not_specialize=("count",))
 def vector_kernel(
-    x: Arg, weight: Arg, bias: Arg, norm: Arg, out: Arg, partial: Arg, counter: Arg, count: Arg, eps: Arg,
-    x_stride: Arg, out_stride: Arg,
+    x: Arg, weight: Arg, bias: Arg, squares: Arg, scale: Arg, scaled: Arg, new_squares: Arg, out: Arg,
+    partial: Arg, counter: Arg, count: Arg, eps: Arg, x_stride: Arg, out_stride: Arg,
     OUTPUTS: tl.constexpr, INPUTS: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr,
     DEPTH: tl.constexpr, CHUNKS: tl.constexpr, SLABS: tl.constexpr, AHEAD: tl.constexpr,
-    SPLITS: tl.constexpr, OP: tl.constexpr, NORMED: tl.constexpr, SHRINK: tl.constexpr,
-    BIASED: tl.constexpr, EVEN: tl.constexpr, EARLY: tl.constexpr, PDL: tl.constexpr,
+    SPLITS: tl.constexpr, OP: tl.constexpr, PARTS: tl.constexpr, PARTS_PAD: tl.constexpr,
+    SCALES: tl.constexpr, SHRINK: tl.constexpr, BIASED: tl.constexpr, EVEN: tl.constexpr,
+    EARLY: tl.constexpr, PDL: tl.constexpr,
 ) -> None:
     """For one to four rows, without tensor cores. With DEPTH = 256 CHUNKS every thread has eight inputs of
     each of a slab's COLUMNS weights, and a warp reads 512 bytes of a row at once."""
-    tl.static_assert(not NORMED, "norms go before")
     first_row, tile, split = tl.program_id(0) * ROWS, tl.program_id(1), tl.program_id(2)
     k = split * SLABS * DEPTH + tl.arange(0, DEPTH)[None, None, :]
     source = weight_rows(tile, tl.arange(0, COLUMNS), OUTPUTS, COLUMNS, OP)[None, :, None]
@@ -93,6 +98,7 @@ def vector_kernel(
     at = weight + tl.maximum(source, 0).to(tl.int64) * INPUTS
     x_at = x + row.to(tl.int64) * x_stride
     bias_C = load_bias(bias, tile, OUTPUTS, COLUMNS, OP, BIASED)
+    scale_C = load_scale(scale, tile, OUTPUTS, COLUMNS, SCALES)
     FIRST: tl.constexpr = min(SLABS, AHEAD)
     weights, values = (), ()
     for slab in tl.static_range(FIRST):
@@ -100,6 +106,7 @@ def vector_kernel(
     pdl_begin(PDL, EARLY)
     for slab in tl.static_range(FIRST):
         values = append(values, load_x(x_at, row, k + slab * DEPTH, count, INPUTS, EVEN))
+    rstd = load_rstd(squares, first_row, count, eps, INPUTS, ROWS, PARTS, PARTS_PAD, SHRINK)
     before = load_residual(
         out, tile, first_row, count, out_stride, OUTPUTS, ROWS, COLUMNS, OP == "add" and SPLITS == 1
     )
@@ -112,8 +119,8 @@ def vector_kernel(
             values = append(values, load_x(x_at, row, following, count, INPUTS, EVEN))
         acc += sums
     finish(
-        tl.trans(tl.sum(acc, 2)), tl.zeros([ROWS], tl.float32), before, bias_C, out, partial, counter, tile,
-        first_row, split, count, eps, out_stride, OUTPUTS, INPUTS, ROWS, COLUMNS, SPLITS, OP, NORMED, SHRINK,
+        tl.trans(tl.sum(acc, 2)), rstd, before, bias_C, scale_C, scaled, new_squares, out, partial, counter,
+        tile, first_row, split, count, out_stride, OUTPUTS, ROWS, COLUMNS, SPLITS, OP, PARTS, SCALES, SHRINK,
         BIASED,
     )
 

@@ -1,9 +1,11 @@
 """The Triton kernels of linear.py: products of a few rows with large weights, what comes before, and after.
 
 Weights are the left operand, so that their rows fill the tensor core's 16 or 64 and x may be narrow: a tile
-of y^T = W x^T. A norm is folded in: the sums are of (x * norm weight) W^T, and a row's 1 / RMS is multiplied
-in at the end (SHRINK keeps those products in float16's range). Weights are constants: reading them before
-pdl_begin overlaps with the predecessor, which is what makes chains of small products fast.
+of y^T = W x^T. A norm of the residual is shared out: the kernel that adds to the residual writes it times the
+norm's weight, too, and its tiles' sums of squares (SCALES); the product that follows multiplies a row's
+1 / RMS in at the end (PARTS; SHRINK keeps what is between in float16's range). Weights are constants:
+reading them before pdl_begin overlaps with the predecessor, which is what makes chains of small products
+fast.
 
 In tile shapes: COLUMNS of y, ROWS of y, CHUNKS x PIECE = DEPTH of a slab.
 """
@@ -17,12 +19,13 @@ from slipstream.kernels.backend import Arg, jit, jit_with, pdl_begin, tl
 
 @jit_with(do_not_specialize=("count",))
 def slab_kernel(
-    x: Arg, weight: Arg, bias: Arg, norm: Arg, out: Arg, partial: Arg, counter: Arg, count: Arg, eps: Arg,
-    x_stride: Arg, out_stride: Arg,
+    x: Arg, weight: Arg, bias: Arg, squares: Arg, scale: Arg, scaled: Arg, new_squares: Arg, out: Arg,
+    partial: Arg, counter: Arg, count: Arg, eps: Arg, x_stride: Arg, out_stride: Arg,
     OUTPUTS: tl.constexpr, INPUTS: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr,
     DEPTH: tl.constexpr, CHUNKS: tl.constexpr, SLABS: tl.constexpr, AHEAD: tl.constexpr,
-    SPLITS: tl.constexpr, OP: tl.constexpr, NORMED: tl.constexpr, SHRINK: tl.constexpr,
-    BIASED: tl.constexpr, EVEN: tl.constexpr, EARLY: tl.constexpr, PDL: tl.constexpr,
+    SPLITS: tl.constexpr, OP: tl.constexpr, PARTS: tl.constexpr, PARTS_PAD: tl.constexpr,
+    SCALES: tl.constexpr, SHRINK: tl.constexpr, BIASED: tl.constexpr, EVEN: tl.constexpr,
+    EARLY: tl.constexpr, PDL: tl.constexpr,
 ) -> None:
     """For few rows: each warp multiplies a chunk of a slab [COLUMNS x DEPTH] of weights, and the warps' sums
     are added once, at the end. (A plain product would give every warp all of x.)"""
@@ -35,15 +38,15 @@ def slab_kernel(
     at = weight + tl.maximum(source, 0).to(tl.int64) * INPUTS
     x_at = x + row.to(tl.int64) * x_stride
     bias_C = load_bias(bias, tile, OUTPUTS, COLUMNS, OP, BIASED)
+    scale_C = load_scale(scale, tile, OUTPUTS, COLUMNS, SCALES)
     acc = tl.zeros([CHUNKS, COLUMNS, ROWS], tl.float32)
-    squares = tl.zeros([ROWS], tl.float32)
     if SLABS <= AHEAD:
-        weights, scales = (), ()
+        weights = ()
         for slab in tl.static_range(SLABS):
             weights = append(weights, load_weights(at, source, k + slab * DEPTH, INPUTS, EVEN))
-            scales = append(scales, load_scale(norm, k + slab * DEPTH, INPUTS, NORMED))
         pdl_begin(PDL, EARLY)
         value = load_x(x_at, row, k, count, INPUTS, EVEN)
+        rstd = load_rstd(squares, first_row, count, eps, INPUTS, ROWS, PARTS, PARTS_PAD, SHRINK)
         before = load_residual(
             out, tile, first_row, count, out_stride, OUTPUTS, ROWS, COLUMNS, OP == "add" and SPLITS == 1
         )
@@ -51,50 +54,38 @@ def slab_kernel(
             following = value
             if slab + 1 < SLABS:
                 following = load_x(x_at, row, k + (slab + 1) * DEPTH, count, INPUTS, EVEN)
-            acc, squares = _slab_step(weights[slab], scales[slab], value, acc, squares, NORMED, SHRINK)
+            acc = tl.dot(weights[slab], tl.permute(value, (0, 2, 1)), acc, input_precision="ieee")
             value = following
     else:
         slab_weights = load_weights(at, source, k, INPUTS, EVEN)
-        scale = load_scale(norm, k, INPUTS, NORMED)
         pdl_begin(PDL, EARLY)
         value = load_x(x_at, row, k, count, INPUTS, EVEN)
+        rstd = load_rstd(squares, first_row, count, eps, INPUTS, ROWS, PARTS, PARTS_PAD, SHRINK)
         before = load_residual(
             out, tile, first_row, count, out_stride, OUTPUTS, ROWS, COLUMNS, OP == "add" and SPLITS == 1
         )
         for _ in range(SLABS - 1):
             k += DEPTH
             next_weights = load_weights(at, source, k, INPUTS, EVEN)
-            next_scale = load_scale(norm, k, INPUTS, NORMED)
             following = load_x(x_at, row, k, count, INPUTS, EVEN)
-            acc, squares = _slab_step(slab_weights, scale, value, acc, squares, NORMED, SHRINK)
-            slab_weights, scale, value = next_weights, next_scale, following
-        acc, squares = _slab_step(slab_weights, scale, value, acc, squares, NORMED, SHRINK)
+            acc = tl.dot(slab_weights, tl.permute(value, (0, 2, 1)), acc, input_precision="ieee")
+            slab_weights, value = next_weights, following
+        acc = tl.dot(slab_weights, tl.permute(value, (0, 2, 1)), acc, input_precision="ieee")
     finish(
-        tl.sum(acc, 0), squares, before, bias_C, out, partial, counter, tile, first_row, split, count, eps,
-        out_stride, OUTPUTS, INPUTS, ROWS, COLUMNS, SPLITS, OP, NORMED, SHRINK, BIASED,
+        tl.sum(acc, 0), rstd, before, bias_C, scale_C, scaled, new_squares, out, partial, counter, tile,
+        first_row, split, count, out_stride, OUTPUTS, ROWS, COLUMNS, SPLITS, OP, PARTS, SCALES, SHRINK,
+        BIASED,
     )
-
-
-@jit
-def _slab_step(
-    weights: Arg, scale: Arg, value: Arg, acc: Arg, squares: Arg, NORMED: tl.constexpr, SHRINK: tl.constexpr
-) -> Any:
-    """One slab's products, a chunk for itself."""
-    if NORMED:
-        squares += tl.sum(tl.sum(value * value, 2), 0)
-        value = value * (scale * SHRINK)
-    x_T = tl.permute(value.to(weights.dtype), (0, 2, 1))
-    return tl.dot(weights, x_T, acc, input_precision="ieee"), squares
 
 
 @jit_with(do_not_specialize=("count",))
 def tile_kernel(
-    x: Arg, weight: Arg, bias: Arg, norm: Arg, out: Arg, partial: Arg, counter: Arg, count: Arg, eps: Arg,
-    x_stride: Arg, out_stride: Arg,
+    x: Arg, weight: Arg, bias: Arg, squares: Arg, scale: Arg, scaled: Arg, new_squares: Arg, out: Arg,
+    partial: Arg, counter: Arg, count: Arg, eps: Arg, x_stride: Arg, out_stride: Arg,
     OUTPUTS: tl.constexpr, INPUTS: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr,
     DEPTH: tl.constexpr, SLABS: tl.constexpr, HELD: tl.constexpr, SPLITS: tl.constexpr, OP: tl.constexpr,
-    NORMED: tl.constexpr, SHRINK: tl.constexpr, BIASED: tl.constexpr, EVEN: tl.constexpr,
-    EARLY: tl.constexpr, PDL: tl.constexpr,
+    PARTS: tl.constexpr, PARTS_PAD: tl.constexpr, SCALES: tl.constexpr, SHRINK: tl.constexpr,
+    BIASED: tl.constexpr, EVEN: tl.constexpr, EARLY: tl.constexpr, PDL: tl.constexpr,
 ) -> None:
     """For more rows: slabs of x and of weights go through shared memory, several stages ahead. Those stages
     begin after the wait, so that memory would idle before it: the weights of the last HELD slabs are read
@@ -106,44 +97,31 @@ def tile_kernel(
     at = weight + tl.maximum(source, 0).to(tl.int64) * INPUTS
     x_at = x + row.to(tl.int64) * x_stride
     bias_C = load_bias(bias, tile, OUTPUTS, COLUMNS, OP, BIASED)
+    scale_C = load_scale(scale, tile, OUTPUTS, COLUMNS, SCALES)
     acc = tl.zeros([COLUMNS, ROWS], tl.float32)
-    squares = tl.zeros([ROWS], tl.float32)
-    held, scales, values = (), (), ()
+    held, values = (), ()
     for slab in tl.static_range(HELD):
-        last = k + (SLABS - HELD + slab) * DEPTH
-        held = append(held, load_weights(at, source, last, INPUTS, EVEN))
-        scales = append(scales, load_scale(norm, last, INPUTS, NORMED))
+        held = append(held, load_weights(at, source, k + (SLABS - HELD + slab) * DEPTH, INPUTS, EVEN))
     pdl_begin(PDL, EARLY)
     for slab in tl.static_range(HELD):
         values = append(values, load_x(x_at, row, k + (SLABS - HELD + slab) * DEPTH, count, INPUTS, EVEN))
+    rstd = load_rstd(squares, first_row, count, eps, INPUTS, ROWS, PARTS, PARTS_PAD, SHRINK)
     for _ in range(SLABS - HELD):
         weights = load_weights(at, source, k, INPUTS, EVEN)
         value = load_x(x_at, row, k, count, INPUTS, EVEN)
-        scale = load_scale(norm, k, INPUTS, NORMED)
-        acc, squares = _tile_step(weights, scale, value, acc, squares, NORMED, SHRINK)
+        acc = tl.dot(weights, tl.trans(value), acc, input_precision="ieee")
         k += DEPTH
     for slab in tl.static_range(HELD):
         # Masked again: else Triton moves x to shared memory before the loop, which would begin later for it.
-        value = tl.where(row < count, values[slab], 0.0)
-        acc, squares = _tile_step(held[slab], scales[slab], value, acc, squares, NORMED, SHRINK)
+        value = tl.where(row < count, values[slab], 0.0).to(weight.dtype.element_ty)
+        acc = tl.dot(held[slab], tl.trans(value), acc, input_precision="ieee")
     before = load_residual(
         out, tile, first_row, count, out_stride, OUTPUTS, ROWS, COLUMNS, OP == "add" and SPLITS == 1
     )
     finish(
-        acc, squares, before, bias_C, out, partial, counter, tile, first_row, split, count, eps, out_stride,
-        OUTPUTS, INPUTS, ROWS, COLUMNS, SPLITS, OP, NORMED, SHRINK, BIASED,
+        acc, rstd, before, bias_C, scale_C, scaled, new_squares, out, partial, counter, tile, first_row,
+        split, count, out_stride, OUTPUTS, ROWS, COLUMNS, SPLITS, OP, PARTS, SCALES, SHRINK, BIASED,
     )
-
-
-@jit
-def _tile_step(
-    weights: Arg, scale: Arg, value: Arg, acc: Arg, squares: Arg, NORMED: tl.constexpr, SHRINK: tl.constexpr
-) -> Any:
-    """One slab's products."""
-    if NORMED:
-        squares += tl.sum(value * value, 1)
-        value = value * (scale * SHRINK)
-    return tl.dot(weights, tl.trans(value.to(weights.dtype)), acc, input_precision="ieee"), squares
 
 
 @jit
@@ -174,9 +152,30 @@ def load_weights(at: Arg, source: Arg, k: Arg, INPUTS: tl.constexpr, EVEN: tl.co
 
 
 @jit
-def load_scale(norm: Arg, k: Arg, INPUTS: tl.constexpr, NORMED: tl.constexpr) -> Any:
-    """The norm's weight, or nothing of use."""
-    return tl.load(norm + k, mask=k < INPUTS, other=0.0) if NORMED else k
+def load_scale(
+    scale: Arg, tile: Arg, OUTPUTS: tl.constexpr, COLUMNS: tl.constexpr, SCALES: tl.constexpr
+) -> Any:
+    """The next norm's weight [COLUMNS] for a tile of the residual, or nothing of use."""
+    column = tile * COLUMNS + tl.arange(0, COLUMNS)
+    return tl.load(scale + column, mask=column < OUTPUTS, other=0.0) if SCALES else column
+
+
+@jit
+def load_rstd(
+    squares: Arg, first_row: Arg, count: Arg, eps: Arg,
+    INPUTS: tl.constexpr, ROWS: tl.constexpr, PARTS: tl.constexpr, PARTS_PAD: tl.constexpr,
+    SHRINK: tl.constexpr,
+) -> Any:
+    """1 / RMS of rows [ROWS] from the sums of squares of their PARTS parts, or nothing of use."""
+    row = first_row + tl.arange(0, ROWS)
+    if PARTS > 0:
+        part = tl.arange(0, PARTS_PAD)[:, None]
+        inside = (part < PARTS) & (row < count)[None, :]
+        parts = tl.load(squares + part * count + row[None, :], mask=inside, other=0.0)
+        rstd = tl.rsqrt(tl.sum(parts, 0) / INPUTS + eps) / SHRINK
+    else:
+        rstd = row.to(tl.float32)
+    return rstd
 
 
 @jit
@@ -216,19 +215,19 @@ def load_residual(
 
 @jit
 def finish(
-    total: Arg, squares: Arg, before: Arg, bias_C: Arg, out: Arg, partial: Arg, counter: Arg, tile: Arg,
-    first_row: Arg, split: Arg, count: Arg, eps: Arg, out_stride: Arg,
-    OUTPUTS: tl.constexpr, INPUTS: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr,
-    SPLITS: tl.constexpr, OP: tl.constexpr, NORMED: tl.constexpr, SHRINK: tl.constexpr, BIASED: tl.constexpr,
+    total: Arg, rstd: Arg, before: Arg, bias_C: Arg, scale_C: Arg, scaled: Arg, new_squares: Arg, out: Arg,
+    partial: Arg, counter: Arg, tile: Arg, first_row: Arg, split: Arg, count: Arg, out_stride: Arg,
+    OUTPUTS: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr, SPLITS: tl.constexpr, OP: tl.constexpr,
+    PARTS: tl.constexpr, SCALES: tl.constexpr, SHRINK: tl.constexpr, BIASED: tl.constexpr,
 ) -> None:
     """From sums [COLUMNS, ROWS] to y; before: the residual's tile. Of a split tile, the last program to come
     adds the partial sums, always in the same order."""
-    if NORMED:
-        total = total * (tl.rsqrt(squares / INPUTS + eps) / SHRINK)[None, :]
+    if PARTS > 0:
+        total = total * rstd[None, :]
     if SPLITS == 1:
         _store(
-            total, before, bias_C, out, tile, first_row, count, out_stride,
-            OUTPUTS, ROWS, COLUMNS, OP, BIASED,
+            total, before, bias_C, scale_C, scaled, new_squares, out, tile, first_row, count, out_stride,
+            OUTPUTS, ROWS, COLUMNS, OP, SCALES, SHRINK, BIASED,
         )
     else:
         row = first_row + tl.arange(0, ROWS)[None, :]
@@ -249,18 +248,20 @@ def finish(
                 out, tile, first_row, count, out_stride, OUTPUTS, ROWS, COLUMNS, OP == "add"
             )
             _store(
-                total, before, bias_C, out, tile, first_row, count, out_stride,
-                OUTPUTS, ROWS, COLUMNS, OP, BIASED,
+                total, before, bias_C, scale_C, scaled, new_squares, out, tile, first_row, count, out_stride,
+                OUTPUTS, ROWS, COLUMNS, OP, SCALES, SHRINK, BIASED,
             )
             tl.store(at, 0)
 
 
 @jit
 def _store(
-    total: Arg, before: Arg, bias_C: Arg, out: Arg, tile: Arg, first_row: Arg, count: Arg, out_stride: Arg,
-    OUTPUTS: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr, OP: tl.constexpr, BIASED: tl.constexpr,
+    total: Arg, before: Arg, bias_C: Arg, scale_C: Arg, scaled: Arg, new_squares: Arg, out: Arg, tile: Arg,
+    first_row: Arg, count: Arg, out_stride: Arg,
+    OUTPUTS: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr, OP: tl.constexpr, SCALES: tl.constexpr,
+    SHRINK: tl.constexpr, BIASED: tl.constexpr,
 ) -> None:
-    """The epilogue: bias, then as they are, gated, or added to the residual."""
+    """The epilogue: bias, then as they are, gated, or added to the residual, with what its norm needs."""
     row = first_row + tl.arange(0, ROWS)[None, :]
     at = out + row.to(tl.int64) * out_stride
     if BIASED:
@@ -277,3 +278,8 @@ def _store(
     if OP == "add":
         total += before
     tl.store(at + column, total.to(out.dtype.element_ty), mask=inside)
+    if SCALES:
+        value = (total * (scale_C * SHRINK)[:, None]).to(scaled.dtype.element_ty)
+        tl.store(scaled + row.to(tl.int64) * OUTPUTS + column, value, mask=inside)
+        rows = first_row + tl.arange(0, ROWS)
+        tl.store(new_squares + tile * count + rows, tl.sum(total * total, 0), mask=rows < count)

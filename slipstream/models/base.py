@@ -46,7 +46,7 @@ class Model(Protocol):
         ...
 
     def of_each_kind(self) -> Model:
-        """The same model with one layer of each kind: it runs the same kernels, and means nothing."""
+        """The same model with few layers, some of each kind: it runs the same kernels, and means nothing."""
         ...
 
     def logits(self, hidden_NH: Tensor) -> Tensor:

@@ -135,12 +135,13 @@ class Decoder:
         first_norm = self._layers[0][1].attention_norm
         step = self._maths.open(self.embed, self._rotary, first_norm, tokens_T, positions_T)
         kept: dict[int, Tensor] = {}
-        for index, layer in self._layers:
+        following = [layer.attention_norm for _, layer in self._layers[1:]]
+        for (index, layer), next_norm in zip(self._layers, [*following, None], strict=True):
             if index in aux_layers:
                 kept[index] = step.residual().to(self.activation_dtype, copy=True)
             qkv_TN = step.project(layer.attention_norm, layer.qkv)
-            step.add(layer.o, step.mix(index, layer.heads, qkv_TN, attend))
-            step.add(layer.down, step.project_gated(layer.mlp_norm, layer.gate_up))
+            step.add(layer.o, step.mix(index, layer.heads, qkv_TN, attend), layer.mlp_norm)
+            step.add(layer.down, step.project_gated(layer.mlp_norm, layer.gate_up), next_norm)
         for index in aux_layers:
             # The last layer's output; of of_each_kind's few layers, which mean nothing, any residual does.
             if index not in kept:
@@ -149,11 +150,10 @@ class Decoder:
         return step.finish(self._final_norm), aux_TX
 
     def of_each_kind(self) -> Decoder:
-        first: dict[LayerAttention, int] = {}
-        for index, kind in enumerate(self.attention):
-            first.setdefault(kind, index)
+        # A layer's kernels differ with what is before it, too: a step's beginning, or another layer.
+        kept = {0, min(1, len(self._layers) - 1), *(self.attention.index(kind) for kind in self.attention)}
         short = copy.copy(self)
-        short._layers = [self._layers[index] for index in first.values()]
+        short._layers = [self._layers[index] for index in sorted(kept)]
         return short
 
     def logits(self, hidden_NH: Tensor) -> Tensor:

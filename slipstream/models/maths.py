@@ -45,8 +45,8 @@ class Pass(Protocol):
         AttendQkv where the maths need one."""
         ...
 
-    def add(self, linear: Any, x_TK: Tensor) -> None:
-        """residual += linear(x)."""
+    def add(self, linear: Any, x_TK: Tensor, norm: Any | None = None) -> None:
+        """residual += linear(x). norm: what the next project() will be given, if one follows at once."""
         ...
 
     def residual(self) -> Tensor:

@@ -1,8 +1,8 @@
 """Decoder maths on kernels that merge what lies between the matrix products.
 
-Where it measures better (kernels/linear.py), a product takes the norm before it, and the gate or the sum
-after it, into its own kernel. Other products are cuBLAS's; the sum and the norm that follows are then one
-kernel. Which it is depends on a product's shape alone.
+Where it measures better (kernels/linear.py), a product takes the gate or the sum after it into its own
+kernel, and two such products share the norm between them. Other products are cuBLAS's; the sum and the norm
+that follows are then one kernel. Which it is depends on a product's shape alone.
 
 Legend: T tokens, H hidden, N outputs, K inputs, Y query and key heads together, D head size, V vocabulary.
 """
@@ -21,10 +21,12 @@ import torch.nn.functional as F
 from slipstream.attention.protocol import AttendQkv, HeadPrep
 from slipstream.kernels.linear import (
     MOST_ROWS,
+    SHARING_ROWS,
     LinearConfig,
     LinearScratch,
     Norm,
     Op,
+    Scaled,
     add_linear,
     choose_linear_config,
     gated_linear,
@@ -62,10 +64,18 @@ class FusedLinear:
         outputs, inputs = self.weight_NK.shape
         return choose_linear_config(op, rows, outputs, inputs, self.weight_NK.dtype, self._invariant)
 
+    def by_cublas(self, x_MK: Tensor) -> Tensor:
+        """y, whatever would be chosen."""
+        return F.linear(x_MK, self.weight_NK, self.bias_N)
+
+    def shares(self, rows: int) -> bool:
+        """Whether a sum also does its part of the norm that follows."""
+        return rows <= SHARING_ROWS and not self._invariant
+
     def __call__(self, x_MK: Tensor) -> Tensor:
         config = self.config("plain", len(x_MK))
         if config is None:
-            return F.linear(x_MK, self.weight_NK, self.bias_N)
+            return self.by_cublas(x_MK)
         return linear(x_MK, self.weight_NK, self.bias_N, config, scratch=self.scratch)
 
 
@@ -151,9 +161,10 @@ class FusedPass:
         self._residual_TH, self._dtype = residual_TH, dtype
         self._ready_TH = ready_TH  # the embedding's kernel has normed already
         self._delta_TH: Tensor | None = None
+        self._scaled: Scaled | None = None
 
     def _normed(self, norm: Norm) -> Tensor:
-        ready_TH, self._ready_TH = self._ready_TH, None
+        ready_TH, self._ready_TH, self._scaled = self._ready_TH, None, None
         if ready_TH is not None:
             return ready_TH
         delta_TH, self._delta_TH = self._delta_TH, None
@@ -161,37 +172,36 @@ class FusedPass:
             return rms_norm(self._residual_TH, norm.weight_K, norm.eps, self._dtype)
         return add_rms_norm(self._residual_TH, delta_TH, norm.weight_K, norm.eps, self._dtype)
 
-    def _input(self, norm: Norm, config: LinearConfig) -> tuple[Tensor, Norm | None]:
-        """The residual itself, where a product can do the norm, else its norm."""
-        if self._ready_TH is None and self._delta_TH is None and config.folds:
-            return self._residual_TH, norm
-        return self._normed(norm), None
+    def _input(self, norm: Norm) -> Tensor | Scaled:
+        """What a product takes that can finish a norm."""
+        scaled, self._scaled = self._scaled, None
+        return self._normed(norm) if scaled is None or scaled.norm is not norm else scaled
 
     def project(self, norm: FusedNorm, linear_: FusedLinear) -> Tensor:
         config = linear_.config("plain", len(self._residual_TH))
         if config is None:
-            return linear_(self._normed(norm.norm))
-        x_TK, folded = self._input(norm.norm, config)
-        return linear(x_TK, linear_.weight_NK, linear_.bias_N, config, folded, linear_.scratch)
+            return linear_.by_cublas(self._normed(norm.norm))
+        return linear(self._input(norm.norm), linear_.weight_NK, linear_.bias_N, config, linear_.scratch)
 
     def project_gated(self, norm: FusedNorm, linear_: FusedLinear) -> Tensor:
         config = linear_.config("gated", len(self._residual_TH))
         if config is None:
-            return silu_and_mul(linear_(self._normed(norm.norm)))
-        x_TK, folded = self._input(norm.norm, config)
-        return gated_linear(x_TK, linear_.weight_NK, linear_.bias_N, config, folded, linear_.scratch)
+            return silu_and_mul(linear_.by_cublas(self._normed(norm.norm)))
+        x_TK = self._input(norm.norm)
+        return gated_linear(x_TK, linear_.weight_NK, linear_.bias_N, config, linear_.scratch)
 
     def mix(self, layer: int, heads: FusedHeads, qkv_TN: Tensor, attend: AttendQkv) -> Tensor:
         qkv_TXD = qkv_TN.view(len(qkv_TN), -1, heads.head_dim)
         return attend.from_qkv(layer, qkv_TXD, heads.prep).flatten(1)
 
-    def add(self, linear_: FusedLinear, x_TK: Tensor) -> None:
+    def add(self, linear_: FusedLinear, x_TK: Tensor, norm: FusedNorm | None = None) -> None:
         config = linear_.config("add", len(x_TK))
         if config is None:
-            self._delta_TH = linear_(x_TK)
+            self._delta_TH = linear_.by_cublas(x_TK)
         else:
-            add_linear(
-                x_TK, linear_.weight_NK, linear_.bias_N, self._residual_TH, config, linear_.scratch
+            self._scaled = add_linear(
+                x_TK, linear_.weight_NK, linear_.bias_N, self._residual_TH, config, linear_.scratch,
+                norm.norm if norm is not None and linear_.shares(len(x_TK)) else None,
             )
 
     def residual(self) -> Tensor:

@@ -95,7 +95,7 @@ class TorchPass:
         query, key = qk_TYD[:, : heads.num_heads], qk_TYD[:, heads.num_heads :]
         return _padded(attend(layer, query, key, qkv_TXD[:, turning:]).flatten(1), self._rows)
 
-    def add(self, linear: Linear, x_TK: Tensor) -> None:
+    def add(self, linear: Linear, x_TK: Tensor, norm: RMSNorm | None = None) -> None:
         self._residual_MH.add_(linear(x_TK))
 
     def residual(self) -> Tensor:

@@ -152,7 +152,7 @@ class EagleHead:
                 qkv_TN = layer.qkv(step.residual().to(self._dtype))
             else:
                 qkv_TN = step.project(layer.attention_norm, layer.qkv)
-            step.add(layer.o, step.mix(number, layer.heads, qkv_TN, attend))
+            step.add(layer.o, step.mix(number, layer.heads, qkv_TN, attend), layer.mlp_norm)
             step.add(layer.down, step.project_gated(layer.mlp_norm, layer.gate_up))
         return step.residual()
 

@@ -69,7 +69,7 @@ class Eagle3Head:
         joined_TX = torch.cat((embed_TH, state_TH), 1)
         residual_TH = state_TH if self._normed_residual else hidden_TH
         step = maths.resume(self._rotary, residual_TH.float(), position_T)
-        step.add(layer.o, step.mix(0, layer.heads, layer.qkv(joined_TX), attend))
+        step.add(layer.o, step.mix(0, layer.heads, layer.qkv(joined_TX), attend), layer.mlp_norm)
         step.add(layer.down, step.project_gated(layer.mlp_norm, layer.gate_up))
         return step.residual()
 

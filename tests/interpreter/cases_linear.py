@@ -30,16 +30,16 @@ CONFIGS = {
     "slabs ahead": LinearConfig("slab", rows=16, columns=32, depth=256, warps=8, stages=3),
     "a slab at a time": LinearConfig("slab", rows=4, columns=32, depth=128, stages=1),
     "early": LinearConfig("slab", rows=8, columns=32, depth=256, early=True),
-    "vectors": LinearConfig("vector", rows=4, columns=32, depth=256, warps=1, stages=2, folds=False),
-    "direct": LinearConfig("direct", rows=8, columns=16, depth=256, stages=1, folds=False),
-    "direct, ahead": LinearConfig("direct", rows=16, columns=32, depth=128, warps=2, stages=2, folds=False),
+    "vectors": LinearConfig("vector", rows=4, columns=32, depth=256, warps=1, stages=2),
+    "direct": LinearConfig("direct", rows=8, columns=16, depth=256, stages=1),
+    "direct, ahead": LinearConfig("direct", rows=16, columns=32, depth=128, warps=2, stages=2),
     "tiles": LinearConfig("tile", rows=32, columns=64, depth=64, stages=3),
     "tiles, held": LinearConfig("tile", rows=16, columns=32, depth=64, stages=3, held=2),
-    "all tiles held": LinearConfig("tile", rows=32, columns=32, depth=128, held=9, folds=False),
+    "all tiles held": LinearConfig("tile", rows=32, columns=32, depth=128, held=9),
 }
 SPLITS = {
-    "vectors": LinearConfig("vector", rows=4, columns=64, depth=128, splits=2, stages=3, folds=False),
-    "direct": LinearConfig("direct", rows=16, columns=32, depth=64, warps=2, splits=2, stages=2, folds=False),
+    "vectors": LinearConfig("vector", rows=4, columns=64, depth=128, splits=2, stages=3),
+    "direct": LinearConfig("direct", rows=16, columns=32, depth=64, warps=2, splits=2, stages=2),
     "slabs": LinearConfig("slab", rows=16, columns=16, depth=128, splits=2, stages=2),
     "a slab each": LinearConfig("slab", rows=8, columns=32, depth=128, splits=5),
     "tiles": LinearConfig("tile", rows=16, columns=64, depth=64, splits=3, stages=2),
@@ -61,7 +61,7 @@ def run(case: LinearCase, op: str, config: LinearConfig) -> torch.Tensor:
         add_linear(case.x_MK, case.weight_NK, case.bias_N, out, config, scratch)
     else:
         product = gated_linear if op == "gated" else linear
-        out = product(case.x_MK, case.weight_NK, case.bias_N, config, case.norm, scratch)
+        out = product(case.given(), case.weight_NK, case.bias_N, config, scratch)
     assert not scratch.counter.any()
     return out
 
@@ -85,8 +85,29 @@ def test_split_products_are_right_at_any_size(rows, name):
     outputs, inputs = SIZES[turn % len(SIZES)]
     for op in ("add", ("plain", "gated")[turn % 2]):
         case = linear_case(rows, outputs, inputs, torch.float32, biased=True, normed=op != "add")
-        config = replace(SPLITS[name], folds=False)
+        config = replace(SPLITS[name])
         close(run(case, op, config), case.expected(op), torch.float32)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16])
+@pytest.mark.parametrize("name", [*CONFIGS, *(f"{name} in splits" for name in SPLITS)])
+def test_a_norm_is_shared_by_the_sum_before_it_and_the_product_after_it(name, dtype):
+    config = SPLITS[name.removesuffix(" in splits")] if name.endswith(" in splits") else CONFIGS[name]
+    turn = list(CONFIGS).index(name) if name in CONFIGS else len(name)
+    rows, (outputs, inputs) = ROWS[turn % len(ROWS)], SIZES[turn % len(SIZES)]
+    case = linear_case(rows, outputs, inputs, dtype, biased=turn % 2 > 0)
+    after = linear_case(rows, 64, outputs, dtype, normed=True)
+    scratch = LinearScratch(*scratch_size(*case.residual_MN.shape, config), torch.device("cpu"))
+    residual = case.residual_MN.clone()
+    scaled = add_linear(case.x_MK, case.weight_NK, case.bias_N, residual, config, scratch, after.norm)
+    close(residual, case.expected("add"), dtype)
+    assert scaled is not None and scaled.norm is after.norm
+    squares = residual.double().square().sum(1)
+    torch.testing.assert_close(scaled.squares_PM.double().sum(0), squares, atol=0, rtol=1e-5)
+    next_config = CONFIGS[("a slab", "vectors", "direct", "tiles")[turn % 4]]
+    for op, product in (("plain", linear), ("gated", gated_linear)):
+        got = product(scaled, after.weight_NK, None, next_config)
+        close(got, replace(after, x_MK=residual).expected(op), dtype)
 
 
 def test_large_activations_do_not_overflow_float16_before_the_norm_scales_them():
@@ -125,11 +146,10 @@ def test_what_does_not_fit_is_refused():
         add_linear(x, weight, None, case.residual_MN, config, LinearScratch(10, 10, torch.device("cpu")))
     with pytest.raises(ValueError, match="scratch is too small"):
         linear(x, weight, None, config)
-    with pytest.raises(ValueError, match="cannot be split"):
-        linear(x, weight, None, config, Norm(torch.ones(320), 1e-5))
     with pytest.raises(ValueError, match="contiguous"):
         linear(x, weight[:, ::2], None, CONFIGS["tiles"])
     with pytest.raises(ValueError, match="weight's type"):
         linear(x.half(), weight, None, CONFIGS["tiles"])
     with pytest.raises(ValueError, match="norm's weight"):
-        linear(x, weight, None, CONFIGS["tiles"], Norm(torch.ones(96), 1e-5))
+        scratch, norm = LinearScratch(0, 0, x.device), Norm(torch.ones(320), 1e-5)
+        add_linear(x, weight, None, case.residual_MN, CONFIGS["tiles"], scratch, norm)
