@@ -44,7 +44,7 @@ def start(llm: LLM, lanes: int, context: int, steps: int) -> Any:
     vocab = llm._client.info.limits.vocab_size
     ids = rng.integers(100, vocab - 300, (lanes, context - steps)).tolist()
     prompts = [{"prompt_token_ids": each} for each in ids]
-    params = SamplingParams(max_tokens=4 * steps, ignore_eos=True, detokenize=False, temperature=0.0)
+    params = SamplingParams(max_tokens=16 * steps, ignore_eos=True, detokenize=False, temperature=0.0)
     prepared = [llm._inputs.prepare(prompt, params, 0) for prompt in prompts]
     states = [llm._outputs.open(str(i), one) for i, one in enumerate(prepared)]
     llm._client.add([request for state in states for request in state.engine_requests()])
@@ -103,10 +103,11 @@ def summary(profile: torch.profiler.profile) -> dict[str, Any]:
 
 def make_llm(model: str, more: dict[str, Any]) -> LLM:
     """As the common benchmark makes it."""
-    return LLM(
-        model=model, load_format="dummy", skip_tokenizer_init=True, dtype="bfloat16", max_model_len=16384,
-        max_num_seqs=256, gpu_memory_utilization=0.8, enable_prefix_caching=False, **more,
-    )
+    settings = dict(
+        load_format="dummy", skip_tokenizer_init=True, dtype="bfloat16", max_model_len=16384,
+        max_num_seqs=256, gpu_memory_utilization=0.8, enable_prefix_caching=False,
+    )  # fmt: skip
+    return LLM(model=model, **settings | more)
 
 
 def main() -> None:

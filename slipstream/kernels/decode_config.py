@@ -26,13 +26,16 @@ class DecodeConfig:
 
 
 def choose_decode(lanes: int, shape: LayerAttention, dtype: torch.dtype) -> DecodeConfig:
-    """By a sweep on an H200 at head size 128 and contexts of 384 to 12,000 tokens (tests/gpu/
-    time_attention.py): few lanes want many pieces, many lanes small programs."""
+    """By sweeps on an H200 at head size 128 and contexts of 384 to 12,000 tokens, alone (tests/gpu/
+    time_attention.py) and between products (time_chain.py): few lanes want many pieces, many lanes small
+    programs."""
     programs = lanes * shape.num_kv_heads
     # Tiles of 8 KiB, so that every choice below fits in shared memory.
     tile = max(MIN_ROWS, min(32, 8192 // (next_power_of_2(shape.head_dim) * dtype.itemsize)))
+    if programs <= 64:
+        return DecodeConfig(splits=32, tile=tile, warps=1, stages=3, early=programs <= 32)
     if programs <= 256:
-        return DecodeConfig(splits=32, tile=tile, warps=1, stages=3)
+        return DecodeConfig(splits=8, tile=tile, warps=1, stages=3, min_tiles=3)
     if programs <= 1024:
         return DecodeConfig(splits=8, tile=tile, warps=1, stages=4, min_tiles=32)
     # With two stages ten programs share a multiprocessor, which small groups gain from.

@@ -4,9 +4,10 @@
 
 For each count of rows, a graph of all the products of several layers (so that weights come from memory) is
 timed with cuBLAS and separate kernels, then as kernels/linear_table.py has it, then changing one product at a
-time; each change that helps stays. Every configuration is checked against float64 before it is timed. Prints
-microseconds a layer, and the best configurations as lines of that table. FILE gets every figure. Exit status
-1 where a check failed.
+time; each change that helps stays. Norms are kernels of their own here, so that a product's kernel does not
+depend on the one before it; time_chain.py times what they share. Every configuration is checked against
+float64 before it is timed. Prints microseconds a layer, and the best configurations as lines of that table.
+FILE gets every figure. Exit status 1 where a check failed.
 """
 
 from __future__ import annotations
@@ -28,11 +29,12 @@ ROOT = Path(__file__).parents[2]
 sys.path[:0] = [str(ROOT), str(ROOT / "tests")]
 
 from linear_candidates import candidates  # noqa: E402
-from linear_cases import LinearCase, linear_case  # noqa: E402
+from linear_cases import LinearCase, linear_case, normalised  # noqa: E402
 from time_kernels import BYTES_PER_US, graph_us  # noqa: E402
 
 from slipstream.kernels import linear as linears  # noqa: E402
 from slipstream.kernels.linear import LinearConfig, LinearScratch, Norm, Op, scratch_size  # noqa: E402
+from slipstream.kernels.linear_table import read_cut  # noqa: E402
 from slipstream.kernels.rms_norm import add_rms_norm, rms_norm  # noqa: E402
 from slipstream.kernels.silu_and_mul import silu_and_mul  # noqa: E402
 
@@ -70,10 +72,17 @@ def layer_of(hidden: int, qkv: int, heads: int, inner: int) -> list[Product]:
     ]
 
 
+def alone(*sizes: int) -> list[Product]:
+    return [Product("head", "plain", *sizes)]
+
+
+# Products that are timed in one chain.
 MODELS = {
-    "qwen": (layer_of(1024, 4096, 2048, 3072), Product("head", "plain", 151936, 1024)),
-    "llama": (layer_of(4096, 6144, 4096, 14336), Product("head", "plain", 128256, 4096)),
-    "smol": (layer_of(576, 960, 576, 1536), Product("head", "plain", 49152, 576)),
+    "qwen": (layer_of(1024, 4096, 2048, 3072), alone(151936, 1024)),
+    "llama": (layer_of(4096, 6144, 4096, 14336), alone(128256, 4096)),
+    "smol": (layer_of(576, 960, 576, 1536), alone(49152, 576)),
+    # What an EAGLE-3 drafter for llama has of its own.
+    "eagle3": (alone(4096, 12288), alone(6144, 8192), alone(32000, 4096)),
 }
 
 
@@ -83,7 +92,7 @@ def short(config: Config) -> str:
     c = config
     splits, held = f"/{c.splits}" * (c.splits > 1), f"h{c.held}" * (c.held > 0)
     text = f"{c.kind[0]}{c.rows}x{c.columns}x{c.depth}{splits}w{c.warps}n{c.stages}{held}"
-    return text + "e" * c.early + "a" * (not c.folds)
+    return text + "e" * c.early
 
 
 def other_trigger(config: LinearConfig) -> LinearConfig:
@@ -135,21 +144,17 @@ class Chain:
         config: Config,
     ) -> torch.Tensor:
         """A product that begins with a norm, or the head, whose input was normed before."""
-        norm: Norm | None = self.norm
         x = residual
-        if not product.normed:
-            norm = None
-        elif delta is not None or config is None or not config.folds:
+        if product.normed:
             weight_K, eps = self.norm.weight_K, self.norm.eps
             x = rms_norm(x, weight_K, eps, BF16) if delta is None else (
                 add_rms_norm(x, delta, weight_K, eps, BF16)
             )
-            norm = None
         if config is None:
             y = F.linear(x, weight)
             return silu_and_mul(y) if product.op == "gated" else y
         product_of = linears.gated_linear if product.op == "gated" else linears.linear
-        return product_of(x, weight, None, config, norm, self.scratch)
+        return product_of(x, weight, None, config, self.scratch)
 
 
 class Checker:
@@ -181,8 +186,7 @@ class Checker:
 
     def _error(self, product: Product, rows: int, config: LinearConfig) -> float:
         if self.case is None or self.case[0] != (product, rows):
-            sizes, normed = (rows, product.outputs, product.inputs), product.normed
-            case = linear_case(*sizes, BF16, normed=normed, gap=16, device=CUDA)
+            case = linear_case(rows, product.outputs, product.inputs, BF16, gap=16, device=CUDA)
             self.case = ((product, rows), case, case.expected(product.op))
         _, case, expected = self.case
         outs = []
@@ -269,6 +273,25 @@ def check_invariance() -> None:
             failures.append(f"invariant {op} {dtype}: same bits {same}, error {error:.1e}")
 
 
+def check_shared_norms() -> None:
+    """A norm between a sum and a product that share it, for each kind of kernel."""
+    cuts = ("v1x8x1024w4n3", "d8x16x512w4n3", "s16x16x512w4n1", "t64x64x128/2w4n3h2", "t16x64x128w4n4")
+    for rows, (before, after) in itertools.product((1, 7, 16, 50), itertools.product(cuts, cuts)):
+        first, second = (LinearConfig(**read_cut(cut)) for cut in (before, after))
+        case = linear_case(rows, 1024, 2048, BF16, gap=16, device=CUDA)
+        scratch = LinearScratch(1 << 18, 64, CUDA)
+        norm, residual = Norm(0.5 + torch.rand(1024, device=CUDA), 1e-5), case.residual_MN.clone()
+        scaled = linears.add_linear(case.x_MK, case.weight_NK, None, residual, first, scratch, norm)
+        weight = torch.randn(1024, 1024, device=CUDA).div(32).to(BF16)
+        assert scaled is not None
+        expected = normalised(residual, norm) @ weight.double().T
+        for _ in range(3):
+            got = linears.linear(scaled, weight, None, second, scratch).double()
+            error = float(((got - expected).norm(dim=1) / expected.norm(dim=1)).max())
+            if not error < 1e-2:
+                failures.append(f"norm between {before} and {after}, {rows} rows: error {error:.1e}")
+
+
 def product_of_case(
     op: Op, case: LinearCase, config: LinearConfig, scratch: LinearScratch | None = None
 ) -> torch.Tensor:
@@ -278,16 +301,15 @@ def product_of_case(
         linears.add_linear(case.x_MK, case.weight_NK, case.bias_N, residual, config, scratch)
         return residual
     product_of = linears.gated_linear if op == "gated" else linears.linear
-    return product_of(case.x_MK, case.weight_NK, case.bias_N, config, case.norm, scratch)
+    return product_of(case.given(), case.weight_NK, case.bias_N, config, scratch)
 
 
 def all_kernels(models: list[str], counts: list[int]) -> list[tuple[Product, int, LinearConfig]]:
     """In the order of timing; kernels that several counts share are listed once."""
     seen: dict[tuple[Product, LinearConfig], int] = {}
     for model in models:
-        layer, head = MODELS[model]
         for rows in counts:
-            for product in (*layer, head):
+            for product in itertools.chain(*MODELS[model]):
                 for config in product.choices(rows):
                     seen.setdefault((product, config), rows)
                     # Those of tiles compile fast enough when they are wanted.
@@ -314,13 +336,11 @@ def compile_part(part: int, parts: int, models: list[str], counts: list[int]) ->
         if product not in weights:
             weights = {product: torch.empty(product.outputs, product.inputs, device=CUDA, dtype=BF16)}
         weight = weights[product]
-        normed = product.normed
-        x = torch.empty(rows, product.inputs, device=CUDA, dtype=torch.float32 if normed else BF16)
+        x = torch.empty(rows, product.inputs, device=CUDA, dtype=BF16)
         scratch = LinearScratch(*scratch_size(rows, product.outputs, config), CUDA)
-        norm = Norm(torch.empty(product.inputs, device=CUDA), 1e-6) if normed else None
         residual = torch.empty(rows, product.outputs, device=CUDA)
         try:
-            product_of_case(product.op, LinearCase(x, weight, None, norm, residual), config, scratch)
+            product_of_case(product.op, LinearCase(x, weight, None, None, residual), config, scratch)
         except Exception as problem:
             print(f"{product.name} {short(config)}: {str(problem)[:100]}", flush=True)
 
@@ -356,12 +376,12 @@ def main() -> int:
     print(torch.cuda.get_device_name(), torch.__version__, flush=True)
     precompile(args, begin + 0.55 * args.seconds)
     check_invariance()
+    check_shared_norms()
     scratch = LinearScratch(8 * 256 * 4096, 1 << 14, CUDA)
     with open(args.out, "w") as out:
         search = Search(Checker(scratch), out, begin + args.seconds - 5)
         for model in models:
-            layer, head = MODELS[model]
-            chains = [Chain(layer, scratch), Chain([head], scratch)]
+            chains = [Chain(products, scratch) for products in MODELS[model]]
             for rows in counts:
                 for chain in chains:
                     if time.monotonic() < search.deadline:
