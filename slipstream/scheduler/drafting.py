@@ -3,7 +3,8 @@
 A step of n decode lanes that has room for d drafts of each takes t(n, d) seconds and gives every lane
 1 + a_1 + .. + a_d tokens, where a_i is the share of lanes whose i-th draft was taken. Both are measured as
 results come in; the d of the most tokens a second is used. Now and then a few steps try another d, so that
-figures stay true; the longer nothing changes, the rarer that is.
+figures stay true; the longer nothing changes, the rarer that is. Where drafts pay, they do with fewer lanes,
+too, so that a batch that runs out tries nothing again.
 
 Where lanes have unlike many drafts, those of one take room that another has no use for, first drafts before
 second ones. Of i-th drafts there are v_i a lane, so the room holds all up to the c-th with
@@ -25,6 +26,7 @@ REVIEW_STEPS = 16
 PROBE_STEPS = 6
 FIRST_PROBE, LAST_PROBE = 64, 2048  # steps between probes
 BETTER = 1.02  # a limit must promise this much more than the one in use
+WORTH = 0.75  # a smaller limit is tried again where it promises this share at least, else as rarely as can be
 KEEP = 1 - 1 / 256  # of what is known of acceptance, a step
 LEAST_MADE = 1e-3  # i-th drafts a lane, however few there are
 FRESH = 0.15  # weight of the newest time
@@ -82,7 +84,7 @@ class Group:
     def learn(self, limit: int, seconds: float) -> None:
         """Lanes and contexts of a group change from step to step, so seconds of a probe long ago say nothing
         beside those of today. The limit in use tells the level; others, what they cost beside it."""
-        self.level = self.level or seconds
+        self.level = self.level or seconds / self.cost.get(limit, 1.0)
         cost = seconds / self.level
         mean, told = self.cost.get(limit, cost), self.told.get(limit, 0) + 1
         change = max(FRESH, 1 / told) * (min(cost, OUTLIER * mean) - mean)
@@ -121,7 +123,7 @@ class DraftPolicy:
 
     def _review(self, number: int) -> None:
         self._current = number
-        group = self._groups.setdefault(number, Group())
+        group = self._groups.get(number) or self._groups.setdefault(number, self._like_larger(number))
         # The group's largest step must fit, so that all of it has the same choices.
         most = self._max_tokens // (1 << number) - 1
         limits = [limit for limit in self._limits if limit <= most] or [0]
@@ -138,18 +140,30 @@ class DraftPolicy:
         self.limit = group.limit
         if group.since >= group.patience and len(limits) > 1:
             group.since, group.patience = 0, min(2 * group.patience, LAST_PROBE)
-            self.limit = self._probe(group, limits)
+            self.limit = self._probe(group, limits, speeds)
             return
         self._left = REVIEW_STEPS
 
+    def _like_larger(self, number: int) -> Group:
+        """A new group. What is known of the next larger one holds where drafts pay there."""
+        larger = [self._groups[other] for other in sorted(self._groups) if other > number]
+        if not larger or not larger[0].limit:
+            return Group()
+        return Group(cost={**larger[0].cost}, told={**larger[0].told}, limit=larger[0].limit)
+
     @staticmethod
-    def _probe(group: Group, limits: list[int]) -> int:
-        """The next larger limit, none, and the next smaller, in turn."""
+    def _probe(group: Group, limits: list[int], speeds: Array) -> int:
+        """The next larger limit, none, and the next smaller, in turn. What a smaller one gives is known; only
+        its cost may have changed."""
         place = limits.index(group.limit)
         others = [limits[min(place + 1, len(limits) - 1)], 0, limits[max(place - 1, 0)]]
-        others = [limit for limit in others if limit != group.limit]
+        least = 0.0 if group.patience == LAST_PROBE else WORTH * float(speeds[group.limit])
+        others = [
+            limit for limit in others
+            if limit > group.limit or (limit < group.limit and speeds[limit] >= least)
+        ]
         group.turn += 1
-        return others[group.turn % len(others)]
+        return others[group.turn % len(others)] if others else group.limit
 
     def tokens(self) -> Array:
         """float64 [K + 1]: expected tokens of a lane's step, by limit."""

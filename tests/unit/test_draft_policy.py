@@ -145,6 +145,31 @@ def test_where_drafting_never_pays_the_loss_is_small_from_early_on() -> None:
     assert device.share() > 0.98
 
 
+def test_fewer_lanes_begin_with_what_pays_for_more() -> None:
+    """A batch that runs out would else spend its last steps on trials without drafts."""
+    device = Device(16, [0.7] * 3, linear(5e-3, 1e-4))
+    device.run(300)
+    assert device.policy.limit == 3
+    for lanes in (7, 4, 2, 1):
+        device.lanes = lanes
+        device.run(8)
+        assert device.limits[-8:] == [3] * 8
+    device = Device(64, [0.2] * 3, linear(1e-3, 1e-3))
+    device.run(600)
+    device.lanes, device.seconds = 4, linear(1e-3, 1e-6)  # where they did not, fewer lanes try them
+    device.run(600)
+    assert device.limits[-300:].count(0) < 50
+
+
+def test_a_limit_that_could_not_be_better_is_hardly_tried_again() -> None:
+    device = Device(16, [0.8] * 3, linear(1e-3, 2e-5))
+    device.run(2500)
+    assert device.limits[100:].count(0) == 0 and device.limits[100:].count(3) > 2200
+    device.seconds = lambda limit: 1e-3 * (1 + 9 * (limit > 0))  # what cannot be foreseen is found out
+    device.run(3 * LAST_PROBE)
+    assert device.policy.limit == 0
+
+
 @pytest.mark.parametrize("cycle", [150, 400])
 def test_times_of_a_heavier_load_do_not_make_drafts_look_cheap(cycle: int) -> None:
     """Batch after batch that begins heavy and ends light, as its answers end, all in one group."""
