@@ -28,6 +28,8 @@ from slipstream.kernels.cache import VARIABLE
 log = logging.getLogger("slipstream.kernels")
 
 MOST_WORKERS = 16
+# These take seconds each, most others a fraction: begun last, one would keep all waiting.
+SLOWEST = ("_pick_kernel", "_decode_kernel", "direct_kernel")
 
 
 _listing = False
@@ -97,7 +99,7 @@ class Workers:
     def compile(self, launches: Sequence[str], meanwhile: Callable[[], object] = lambda: None) -> None:
         """Returns when all are done, and `meanwhile`, which runs at the same time. A kernel that a worker
         could not compile is compiled at its launch, where its error shows."""
-        left = iter(launches)
+        left = iter(sorted(launches, key=lambda launch: not any(name in launch for name in SLOWEST)))
         threads = [threading.Thread(target=self._feed, args=(worker, left)) for worker in self._workers]
         for thread in threads:
             thread.start()
