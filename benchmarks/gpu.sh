@@ -7,12 +7,14 @@
 #   PEER     folders to put before PYTHONPATH for vLLM; default $HOME/peer/site:$HOME/peer/deps. Without vLLM
 #            there and among the installed packages, ours runs alone
 #   LOADS    default: all of the table
+#   FLASH    1: ours once more with --attention-backend flash
 #   RESULTS  where the JSON files go; default benchmarks/results
 #   PYTHON   default python3
 set -euo pipefail
 root=$(cd "$(dirname "$0")/.." && pwd)
-[[ $# -gt 0 ]] || { sed -n 's/^# \{0,1\}//; 2,11p' "$0" >&2; exit 2; }
+[[ $# -gt 0 ]] || { sed -n 's/^# \{0,1\}//; 2,12p' "$0" >&2; exit 2; }
 bench=${BENCH:-$root/.peer/bench.py}
+ours=$root${PYTHONPATH:+:$PYTHONPATH}
 peer=${PEER:-$HOME/peer/site:$HOME/peer/deps}
 loads=${LOADS:-bs1,bs8,bs64,bs256,bs256-sampled,nano,prefill,long}
 results=${RESULTS:-$root/benchmarks/results}
@@ -42,8 +44,12 @@ for model in "$@"; do
     cache=empty
     [[ -z $(ls -A "${TRITON_CACHE_DIR:-$HOME/.cache/slipstream/triton}" 2>/dev/null) ]] || cache=filled
     # Twice: what the first start compiles, the second finds.
-    run slipstream "$root" "$model" bs1 "$scratch/first" || exit 1
-    run slipstream "$root" "$model" "$loads" "$scratch/ours" || exit 1
+    run slipstream "$ours" "$model" bs1 "$scratch/first" || exit 1
+    run slipstream "$ours" "$model" "$loads" "$scratch/ours" || exit 1
+    if [[ ${FLASH:-} == 1 ]]; then
+        run slipstream "$ours" "$model" "$loads" "$scratch/flash" \
+            --llm '{"attention_backend": "flash", "block_size": 128}' && logs+=(--flash "$scratch/flash")
+    fi
     if ! has_peer; then
         echo "== no vLLM in $peer: ours alone" >&2
     elif run vllm "$peer" "$model" "$loads" "$scratch/theirs" --runner 1; then

@@ -1,9 +1,10 @@
 """What benchmarks/gpu.sh logged, as a table and as JSON: both engines, their ratio, and the goals.
 
-    python benchmarks/gpu_table.py MODEL --ours LOG [--first LOG] [--theirs LOG] [--json FILE]
+    python benchmarks/gpu_table.py MODEL --ours LOG [--first LOG] [--flash LOG] [--theirs LOG] [--json FILE]
 
 A log's lines that begin with RESULT hold a JSON object for each load. ratio: how many times faster ours did
-the same work. --first: the log of a start before that of --ours, for the time of a first start.
+the same work. --first: the log of a start before that of --ours, for the time of a first start. --flash: of
+ours with FlashAttention 3 for prompts, which gets a table of its own.
 """
 
 from __future__ import annotations
@@ -163,22 +164,27 @@ def main() -> None:
     parser.add_argument("model", help="name of the model, for its goals")
     parser.add_argument("--ours", type=Path, required=True)
     parser.add_argument("--first", type=Path)
+    parser.add_argument("--flash", type=Path)
     parser.add_argument("--theirs", type=Path)
     parser.add_argument("--cache", default="", help="kernels before the first start: empty or filled")
     parser.add_argument("--command", default="", help="what was run, for the record")
     parser.add_argument("--json", type=Path)
     options = parser.parse_args()
-    ours, theirs, first = (
+    ours, theirs, first, flash = (
         read_results(path.read_text("utf-8", "replace")) if path else {}
-        for path in (options.ours, options.theirs, options.first)
+        for path in (options.ours, options.theirs, options.first, options.flash)
     )
     rows = compare(options.model, ours, theirs, first)
     print(f"{options.model}\n{table(rows)}")
+    with_flash = compare(options.model, flash, theirs, {})
+    if with_flash:
+        print(f"{options.model}, flash\n{table(with_flash)}")
     if options.json:
         record = {
             "benchmark": "gpu", "model": options.model, "command": options.command, **facts(),
             "kernel_cache_at_first_start": options.cache, "rows": [asdict(row) for row in rows],
-            "slipstream": ours, "vllm": theirs,
+            "flash_rows": [asdict(row) for row in with_flash],
+            "slipstream": ours, "flash": flash, "vllm": theirs,
         }
         options.json.write_text(json.dumps(record, indent=1) + "\n")
 

@@ -43,7 +43,7 @@ spec_of() {
 failed=0
 for method in "${@:4}"; do
     spec=$(spec_of "$method") || { echo "no such method: $method" >&2; failed=1; continue; }
-    engine=slipstream path=$root
+    engine=slipstream path=$root${PYTHONPATH:+:$PYTHONPATH}
     [[ $method != vllm-* ]] || engine=vllm path=${PEER:-$HOME/peer/site:$HOME/peer/deps}
     echo "== $method" >&2
     if PYTHONPATH=$path timeout -k 10 "${LIMIT:-240}" "${PYTHON:-python3}" "$root/benchmarks/speculation.py" \

@@ -60,18 +60,18 @@ def test_a_model_without_goals_is_only_shown() -> None:
 BENCH = """
 import argparse, json, os, sys
 parser = argparse.ArgumentParser()
-for flag in ("--engine", "--model", "--loads", "--runner"): parser.add_argument(flag, default="")
+for flag in ("--engine", "--model", "--loads", "--runner", "--llm"): parser.add_argument(flag, default="")
 args = parser.parse_args()
 if args.model.endswith("bad"): sys.exit("this model fails")
 if args.engine == "vllm" and "without" in args.model: sys.exit("the peer fails")
-slow = 2.0 if args.engine == "vllm" else 1.0
+slow = 2.0 if args.engine == "vllm" else 0.5 if "flash" in args.llm else 1.0
 print("RESULT " + json.dumps({"load": "startup", "import_s": slow, "init_s": 0}))
 for load in args.loads.split(","):
     print("RESULT " + json.dumps({"load": load, "seconds": slow, "tok_s": 1.0, "ms_per_step": slow}))
 """
 
 
-def run_script(tmp_path: Path, *models: str, peer: Path) -> subprocess.CompletedProcess[str]:
+def run_script(tmp_path: Path, *models: str, peer: Path, **more: str) -> subprocess.CompletedProcess[str]:
     bench = tmp_path / "bench.py"
     bench.write_text(BENCH)
     environment = {
@@ -79,18 +79,22 @@ def run_script(tmp_path: Path, *models: str, peer: Path) -> subprocess.Completed
         "PYTHON": sys.executable, "HOME": str(tmp_path), "TRITON_CACHE_DIR": str(tmp_path / "cache"),
     }
     command = [str(ROOT / "benchmarks" / "gpu.sh"), *models]
-    return subprocess.run(command, env=os.environ | environment, capture_output=True, text=True, check=False)
+    environment = os.environ | environment | more
+    return subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
 
 
 def test_the_script_runs_both_engines_and_stores_one_file_a_model(tmp_path: Path) -> None:
     (tmp_path / "site" / "vllm").mkdir(parents=True)
     (tmp_path / "site" / "vllm" / "__init__.py").touch()
-    done = run_script(tmp_path, "/m/one", "/m/two", peer=tmp_path / "site")
+    done = run_script(tmp_path, "/m/one", "/m/two", peer=tmp_path / "site", FLASH="1")
     assert done.returncode == 0, done.stderr
     for name in ("one", "two"):
         record = json.loads((tmp_path / "results" / f"gpu_{name}.json").read_text())
         assert [row["load"] for row in record["rows"]] == ["first startup", "startup", "bs1", "nano"]
         assert [row["ratio"] for row in record["rows"]] == [2.0] * 4
+        assert [(row["load"], row["ratio"]) for row in record["flash_rows"]] == [
+            ("startup", 4.0), ("bs1", 4.0), ("nano", 4.0)
+        ]
         assert record["kernel_cache_at_first_start"] == "empty" and record["vllm"]["nano"]["seconds"] == 2.0
     assert "nano" in done.stdout
 
