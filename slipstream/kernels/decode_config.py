@@ -32,8 +32,10 @@ def choose_decode(lanes: int, shape: LayerAttention, dtype: torch.dtype) -> Deco
     programs = lanes * shape.num_kv_heads
     # Tiles of 8 KiB, so that every choice below fits in shared memory.
     tile = max(MIN_ROWS, min(32, 8192 // (next_power_of_2(shape.head_dim) * dtype.itemsize)))
+    if programs <= 16:
+        return DecodeConfig(splits=32, tile=tile, warps=1, stages=3, early=True)
     if programs <= 64:
-        return DecodeConfig(splits=32, tile=tile, warps=1, stages=3, early=programs <= 32)
+        return DecodeConfig(splits=32, tile=tile, warps=1, stages=3, min_tiles=3, early=programs <= 32)
     if programs <= 256:
         return DecodeConfig(splits=8, tile=tile, warps=1, stages=3, min_tiles=3)
     if programs <= 1024:

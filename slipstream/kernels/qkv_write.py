@@ -47,7 +47,8 @@ def write_qkv(
 ) -> Tensor:
     """Returns the prepared q [T, H, D] in qkv's type; K and V go to their slots.
 
-    qkv: heads of q, then k, then v; any strides of tokens and heads. position_T, slot_T: int64.
+    qkv: heads of q, then k, then v; any strides of tokens and heads. position_T, slot_T: int64, read before
+    the preceding kernel has ended.
     """
     check_qkv(qkv_TXD, num_kv_heads, prep, pool)
     if position_T.shape != qkv_TXD.shape[:1] or slot_T.shape != qkv_TXD.shape[:1]:
@@ -163,12 +164,16 @@ def _write_kernel(
     in_half = column < HALF
     turns = head < QUERY_HEADS + KV_HEADS
     inside = in_half & (head < QUERY_HEADS + 2 * KV_HEADS)
+    # Written several kernels ago, or constant.
+    position, slot = tl.load(positions + token), tl.load(slots + token)
+    angle = rope + position * rope_stride + column
+    cos = tl.load(angle, mask=in_half, other=0.0)
+    sin = tl.load(angle + HEAD + HALF, mask=in_half, other=0.0)
     if NORMED:
         weight = norm + head * norm_stride + column
         weight_low = tl.load(weight, mask=in_half & turns, other=0.0)
         weight_high = tl.load(weight + HALF, mask=in_half & turns, other=0.0)
     pdl_begin(PDL)
-    position, slot = tl.load(positions + token), tl.load(slots + token)
     source = qkv + token * token_stride + head * head_stride + column
     low = tl.load(source, mask=inside, other=0.0).to(tl.float32)
     high = tl.load(source + HALF, mask=inside, other=0.0).to(tl.float32)
@@ -179,9 +184,6 @@ def _write_kernel(
     tl.store(to_value + HALF, (high * v_factor).to(values.dtype.element_ty), mask=is_value)
     if NORMED:
         low, high = head_norm(low, high, weight_low, weight_high, eps, HEAD)
-    angle = rope + position * rope_stride + column
-    cos = tl.load(angle, mask=in_half, other=0.0)
-    sin = tl.load(angle + HEAD + HALF, mask=in_half, other=0.0)
     low, high = rotate_halves(low, high, cos, sin)
     to_q = q + (token * QUERY_HEADS + head) * HEAD + column
     is_query = inside & (head < QUERY_HEADS)

@@ -243,10 +243,11 @@ def _varlen_kernel(
     total = tl.zeros([ROWS], tl.float32)
     acc = tl.zeros([ROWS, HEAD_PAD], tl.float32)
     start, end, clear, whole = tile_span(length - count + first, length, QUERIES, TILE, WINDOW)
+    block_row = blocks + row * blocks_stride
+    block = blocks_of_tile(block_row, start, length, BLOCK_SIZE, TILE)
     top, total, acc = attend_tiles(
-        start, end, clear, whole, length, position, q_tile, top, total, acc, keys, values,
-        blocks + row * blocks_stride, kv_head, column, scale, soft_cap, KV_HEADS, HEAD, BLOCK_SIZE, TILE,
-        WINDOW, CAPPED,
+        start, end, clear, whole, length, position, q_tile, top, total, acc, keys, values, block, block_row,
+        kv_head, column, scale, soft_cap, KV_HEADS, HEAD, BLOCK_SIZE, TILE, WINDOW, CAPPED,
     )
     # A dead lane's queries may see nothing.
     acc *= (v_scale / tl.where(total > 0.0, total, 1.0))[:, None]
@@ -269,23 +270,29 @@ def tile_span(
 
 
 @jit
+def blocks_of_tile(
+    block_row: Arg, tile: Arg, length: Arg, BLOCK_SIZE: tl.constexpr, TILE: tl.constexpr
+) -> Any:
+    """The block of each key [TILE] of a tile."""
+    here, _ = block_and_place(tile, TILE, BLOCK_SIZE)
+    return tl.load(block_row + here, mask=tile * TILE + tl.arange(0, TILE) < length, other=0)
+
+
+@jit
 def attend_tiles(
     begin: Arg, end: Arg, clear: Arg, whole: Arg, length: Arg, position: Arg, q_tile: Arg, top: Arg,
-    total: Arg, acc: Arg, keys: Arg, values: Arg, block_row: Arg, kv_head: Arg, column: Arg, scale: Arg,
-    soft_cap: Arg, KV_HEADS: tl.constexpr, HEAD: tl.constexpr, BLOCK_SIZE: tl.constexpr, TILE: tl.constexpr,
-    WINDOW: tl.constexpr, CAPPED: tl.constexpr,
+    total: Arg, acc: Arg, keys: Arg, values: Arg, block: Arg, block_row: Arg, kv_head: Arg, column: Arg,
+    scale: Arg, soft_cap: Arg, KV_HEADS: tl.constexpr, HEAD: tl.constexpr, BLOCK_SIZE: tl.constexpr,
+    TILE: tl.constexpr, WINDOW: tl.constexpr, CAPPED: tl.constexpr,
 ) -> Any:
-    """Online softmax over tiles begin .. end - 1; see tile_span. Block ids are read a tile ahead; see
-    decode_piece."""
-    here, _ = block_and_place(begin, TILE, BLOCK_SIZE)
-    block = tl.load(block_row + here, mask=begin * TILE + tl.arange(0, TILE) < length, other=0)
+    """Online softmax over tiles begin .. end - 1; see tile_span. block: of the first tile's keys. They are
+    read a tile ahead; see decode_piece."""
     for tile in range(begin, end):
         key = tile * TILE + tl.arange(0, TILE)
         _, place = block_and_place(tile, TILE, BLOCK_SIZE)
         place = (kv_head * BLOCK_SIZE + place) * HEAD
         at = (block.to(tl.int64) * (KV_HEADS * BLOCK_SIZE * HEAD) + place)[:, None] + column
-        following, _ = block_and_place(tile + 1, TILE, BLOCK_SIZE)
-        block = tl.load(block_row + following, mask=key + TILE < length, other=0)
+        block = blocks_of_tile(block_row, tile + 1, length, BLOCK_SIZE, TILE)
         inside = (key < length)[:, None] & (column < HEAD)
         k_tile = tl.load(keys + at, mask=inside, other=0.0).to(q_tile.dtype)
         v_tile = tl.load(values + at, mask=inside, other=0.0).to(q_tile.dtype)

@@ -33,13 +33,14 @@ from slipstream.kernels.backend import (
     use_triton,
 )
 from slipstream.kernels.paged import PagedLanes, PagedPool
-from slipstream.kernels.varlen_attention import attend_tiles, tile_span
+from slipstream.kernels.varlen_attention import attend_tiles, blocks_of_tile, tile_span
 
 Tensor = torch.Tensor
 
 # Programs that lanes are split into at most: about four for each multiprocessor of an H200.
 PROGRAMS = 528
 MOST_ROWS = 64
+MERGED_AT_ONCE = tl.constexpr(4)
 
 
 @dataclass(frozen=True, slots=True)
@@ -164,6 +165,9 @@ def _verify_kernel(
     start, end, clear, whole = tile_span(length - count + first, length, QUERIES, TILE, WINDOW)
     size = tl.maximum(tl.cdiv(end - start, SPLITS), MIN_TILES)
     pieces = tl.maximum(tl.cdiv(end - start, size), 1)
+    start += piece * size
+    block_row = blocks + row * blocks_stride
+    block = blocks_of_tile(block_row, start, length, BLOCK_SIZE, TILE)
     # All wait, those without work too: a kernel that ends before its predecessor misleads its successor.
     pdl_begin(PDL)
     if (count <= MOST) & (first < count) & (piece < pieces):
@@ -177,10 +181,9 @@ def _verify_kernel(
         top = tl.full([ROWS], FLOOR, tl.float32)
         total = tl.zeros([ROWS], tl.float32)
         acc = tl.zeros([ROWS, HEAD_PAD], tl.float32)
-        start += piece * size
         top, total, acc = attend_tiles(
             start, tl.minimum(start + size, end), clear, whole, length, length - count + query, q_tile, top,
-            total, acc, keys, values, blocks + row * blocks_stride, kv_head, column, scale, soft_cap,
+            total, acc, keys, values, block, block_row, kv_head, column, scale, soft_cap,
             KV_HEADS, HEAD, BLOCK_SIZE, TILE, WINDOW, CAPPED,
         )
         # A query sees nothing of a piece that lies in its future, and a dead lane's may see nothing at all.
@@ -193,6 +196,7 @@ def _verify_kernel(
             _finish(
                 acc, lse, to, inside, partial_acc, partial_lse, counter + work * KV_HEADS + kv_head,
                 (work * KV_HEADS + kv_head) * SPLITS, piece, pieces, place, column, ROWS, HEAD, HEAD_PAD,
+                SPLITS,
             )
 
 
@@ -200,7 +204,7 @@ def _verify_kernel(
 def _finish(
     acc: Arg, lse: Arg, to: Arg, inside: Arg, partial_acc: Arg, partial_lse: Arg, counter: Arg, first: Arg,
     piece: Arg, pieces: Arg, place: Arg, column: Arg,
-    ROWS: tl.constexpr, HEAD: tl.constexpr, HEAD_PAD: tl.constexpr,
+    ROWS: tl.constexpr, HEAD: tl.constexpr, HEAD_PAD: tl.constexpr, SPLITS: tl.constexpr,
 ) -> None:
     """Store a partial result; the last piece to do so merges them. Past the L1 cache: others wrote them."""
     at = (first + piece) * ROWS + place
@@ -209,19 +213,22 @@ def _finish(
     # One thread's release covers its whole program's stores only after a barrier.
     tl.debug_barrier()
     if tl.atomic_add(counter, 1, sem="acq_rel") == pieces - 1:
-        top = tl.full([ROWS], FLOOR, tl.float32)
-        total = tl.zeros([ROWS], tl.float32)
+        # All sums first, then so many results at once: one after the other each would wait for memory.
+        other = tl.arange(0, SPLITS)[:, None]
+        at = (first + other) * ROWS + place[None, :]
+        lse = tl.load(partial_lse + at, mask=other < pieces, other=FLOOR, cache_modifier=".cg")
+        top = tl.max(lse, 0)
+        total = tl.sum(tl.exp2(lse - top[None, :]), 0)
         merged = tl.zeros([ROWS, HEAD_PAD], tl.float32)
-        for other in range(0, pieces):
-            at = (first + other) * ROWS + place
-            lse = tl.load(partial_lse + at, cache_modifier=".cg")
-            part = tl.load(
-                partial_acc + at[:, None] * HEAD + column, mask=inside, other=0.0, cache_modifier=".cg"
-            )
-            new_top = tl.maximum(top, lse)
-            before, weight = tl.exp2(top - new_top), tl.exp2(lse - new_top)
-            merged = merged * before[:, None] + part * weight[:, None]
-            total = total * before + weight
-            top = new_top
+        for begin in range(0, pieces, MERGED_AT_ONCE):
+            for i in tl.static_range(MERGED_AT_ONCE):
+                at = (first + begin + i) * ROWS + place
+                there = begin + i < pieces
+                weight = tl.load(partial_lse + at, mask=there, other=FLOOR, cache_modifier=".cg")
+                part = tl.load(
+                    partial_acc + at[:, None] * HEAD + column, mask=inside & there, other=0.0,
+                    cache_modifier=".cg",
+                )
+                merged += part * tl.exp2(weight - top)[:, None]
         tl.store(to, (merged / total[:, None]).to(to.dtype.element_ty), mask=inside)
         tl.store(counter, 0)

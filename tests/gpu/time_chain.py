@@ -1,13 +1,13 @@
 """Cuts of the products of whole layers of the real models' shapes, many in one CUDA graph with attention, as
 the engine runs them: which are the fastest beside each other.
 
-    python tests/gpu/time_chain.py [--seconds 200] [--lanes 1,2,4,8] [--models llama,qwen]
+    python tests/gpu/time_chain.py [--seconds 200] [--lanes 1,2,4,8] [--tokens 1] [--models llama,qwen]
 
 For each model and count of lanes: microseconds a layer by graph replay, as the package chooses, and with the
-best that was found, beside the floor of bytes over 4.59 TB/s. One thing is changed at a time: decode
-attention's cut, whether norms are shared, each product's cut, who triggers early; what helps stays. Then the
-products' cuts as kernels/linear_table.py has them. Every result must be finite, the same in 20 replays, and
-near the first. Exit status 1 where one is not.
+best that was found, beside the floor of bytes over 4.59 TB/s. One thing is changed at a time: attention's
+cut, whether norms are shared, each product's cut, who triggers early; what helps stays. Then the products'
+cuts as kernels/linear_table.py has them. --tokens: of a lane, as in steps that verify drafts. Every result
+must be finite, the same in 20 replays, and near the first. Exit status 1 where one is not.
 """
 
 from __future__ import annotations
@@ -40,6 +40,7 @@ from slipstream.attention.protocol import AttentionBatch  # noqa: E402
 from slipstream.kernels.decode_config import DecodeConfig, choose_decode  # noqa: E402
 from slipstream.kernels.linear import LinearConfig, choose_linear_config  # noqa: E402
 from slipstream.kernels.precompile import Workers, list_launches  # noqa: E402
+from slipstream.kernels.verify_attention import PROGRAMS, VerifyConfig, choose_verify  # noqa: E402
 from slipstream.loading import read_spec  # noqa: E402
 from slipstream.loading.load import load_model  # noqa: E402
 from slipstream.models import maths_fused  # noqa: E402
@@ -69,6 +70,14 @@ DECODES = tuple(
     )
     for early in (False, True)
 )
+VERIFIES = tuple(
+    VerifyConfig(0, 0, *cut)
+    for cut in (
+        (4, 32, 2, 3, 2), (8, 32, 2, 3, 2), (4, 32, 1, 3, 2), (8, 32, 1, 3, 2), (2, 32, 2, 3, 2),
+        (4, 64, 4, 3, 1), (2, 64, 4, 3, 1), (4, 32, 4, 3, 2), (4, 64, 2, 2, 1), (16, 32, 2, 3, 1),
+        (16, 32, 1, 3, 1), (1, 64, 4, 3, 1),
+    )
+)
 # What is tried one after the other, and in which of three rounds: kernels are compiled before each.
 ROUNDS = (("decode", "shares", "d", "o"), ("g", "q"), ("d early", "o early", "g early", "q early"))
 failures: list[str] = []
@@ -79,7 +88,7 @@ class Choice:
     """cuts: of products that are not as the package chooses. shares: whether norms are shared; None as it
     chooses."""
 
-    decode: DecodeConfig | None = None
+    decode: DecodeConfig | VerifyConfig | None = None
     shares: bool | None = None
     cuts: tuple[tuple[str, LinearConfig | None], ...] = ()
 
@@ -112,7 +121,8 @@ class Chain:
         """Microseconds a layer."""
         return (self.bytes + lanes * self.lane_bytes) / BYTES_PER_US
 
-    def step(self, lanes: int) -> Callable[[], torch.Tensor]:
+    def step(self, lanes: int, each: int) -> Callable[[], torch.Tensor]:
+        """each: tokens of a lane."""
         blocks = CONTEXT // BLOCK_SIZE
         attention = PagedTritonAttention(self.model.attention, BLOCK_SIZE, BF16, CUDA, max_lanes=lanes)
         attention.allocate(lanes * blocks + 1)
@@ -123,12 +133,14 @@ class Chain:
         ids = torch.randperm(lanes * blocks, device=CUDA, generator=generator)
         table = (ids + 1).int().view(lanes, blocks)
         length = torch.full((lanes,), CONTEXT, dtype=torch.int32, device=CUDA)
-        slot = table[:, -1].long() * BLOCK_SIZE + BLOCK_SIZE - 1
-        start = torch.arange(lanes + 1, device=CUDA).int()
-        tokens, position = torch.arange(lanes, device=CUDA) + 7, length.long() - 1
+        start = torch.arange(lanes + 1, device=CUDA).int() * each
+        tokens = torch.arange(lanes * each, device=CUDA) + 7
+        last = torch.arange(each, device=CUDA)
+        position = (CONTEXT - each + last).repeat(lanes)
+        slot = (table[:, -1, None].long() * BLOCK_SIZE + BLOCK_SIZE - each + last).flatten()
         none = np.zeros(0, np.int32)
         batch = AttentionBatch(
-            start, length, position, slot, torch.arange(lanes, device=CUDA), table, none, none, lanes
+            start, length, position, slot, torch.arange(lanes, device=CUDA), table, none, none, lanes, each
         )
         return lambda: self.model.forward(tokens, position, attention.bind(batch))
 
@@ -136,25 +148,34 @@ class Chain:
         op, outputs, inputs = self.products[name]
         return dict(choice.cuts).get(name, choose_linear_config(op, lanes, outputs, inputs, BF16))
 
-    def alternatives(self, choice: Choice, what: str, lanes: int) -> list[Choice]:
+    def alternatives(self, choice: Choice, what: str, lanes: int, each: int) -> list[Choice]:
         """The choice with one thing changed."""
         if what == "decode":
-            return [replace(choice, decode=decode) for decode in DECODES]
+            return [replace(choice, decode=config) for config in (DECODES if each == 1 else VERIFIES)]
+        rows = lanes * each
         if what == "shares":
             return [replace(choice, shares=shares) for shares in (False, True)]
         name = what[0]
-        now = self.config(choice, name, lanes)
+        now = self.config(choice, name, rows)
         if what.endswith("early"):
             return [choice.cut(name, replace(now, early=not now.early))] if now else []
         op, outputs, inputs = self.products[name]
-        return [choice.cut(name, config) for config in (None, *candidates(op, lanes, outputs, inputs))]
+        return [choice.cut(name, config) for config in (None, *candidates(op, rows, outputs, inputs))]
 
     @contextmanager
     def choosing(self, choice: Choice) -> Iterator[None]:
         names = {size: name for name, size in self.products.items()}
 
         def attention(*given: Any) -> DecodeConfig:
-            return choice.decode or choose_decode(*given)
+            return choice.decode if isinstance(choice.decode, DecodeConfig) else choose_decode(*given)
+
+        def verify(lanes: int, tokens: int, *rest: Any) -> VerifyConfig:
+            usual = choose_verify(lanes, tokens, *rest)
+            if not isinstance(choice.decode, VerifyConfig):
+                return usual
+            work = lanes * self.spec.num_kv_heads * usual.chunks(self.model.attention[0])
+            splits = min(choice.decode.splits, 1 << (max(1, PROGRAMS // work).bit_length() - 1))
+            return replace(choice.decode, tokens=tokens, rows=usual.rows, splits=splits)
 
         def product(op: Any, rows: int, outputs: int, inputs: int, *rest: Any) -> LinearConfig | None:
             return self.config(choice, names[op, outputs, inputs], rows)
@@ -163,13 +184,14 @@ class Chain:
             return usual_shares(linear, rows) if choice.shares is None else choice.shares
 
         usual_shares = FusedLinear.shares
-        kept = paged_triton.choose_decode, maths_fused.choose_linear_config
-        paged_triton.choose_decode, maths_fused.choose_linear_config = attention, product
+        kept = paged_triton.choose_decode, paged_triton.choose_verify, maths_fused.choose_linear_config
+        paged_triton.choose_decode, paged_triton.choose_verify = attention, verify
+        maths_fused.choose_linear_config = product
         FusedLinear.shares = shares
         try:
             yield
         finally:
-            paged_triton.choose_decode, maths_fused.choose_linear_config = kept
+            paged_triton.choose_decode, paged_triton.choose_verify, maths_fused.choose_linear_config = kept
             FusedLinear.shares = usual_shares
 
 
@@ -191,25 +213,28 @@ def repeats(step: Callable[[], torch.Tensor]) -> torch.Tensor:
 class Search:
     """Of one model at one count of lanes."""
 
-    def __init__(self, name: str, chain: Chain, lanes: int) -> None:
-        self.name, self.chain, self.lanes = name, chain, lanes
+    def __init__(self, name: str, chain: Chain, lanes: int, each: int) -> None:
+        self.name, self.chain, self.lanes, self.each = name, chain, lanes, each
         self.choice, self.notes = Choice(), []
         self.first: torch.Tensor | None = None
         self.before = self.least = 0.0
 
+    def alternatives(self, what: str) -> list[Choice]:
+        return self.chain.alternatives(self.choice, what, self.lanes, self.each)
+
     def launch_all(self, what: tuple[str, ...]) -> None:
         """Every kernel of what is tried of these."""
         whole, self.chain.model = self.chain.model, self.chain.model.of_each_kind()
-        others = [c for each in what for c in self.chain.alternatives(self.choice, each, self.lanes)]
+        others = [c for each in what for c in self.alternatives(each)]
         for choice in (self.choice, *others):
             with self.chain.choosing(choice):
-                self.chain.step(self.lanes)()
+                self.chain.step(self.lanes, self.each)()
         self.chain.model = whole
 
     def us(self, choice: Choice) -> float:
         """A layer's microseconds; infinite where the result is wrong or there is no room for the kernel."""
         with self.chain.choosing(choice):
-            step = self.chain.step(self.lanes)
+            step = self.chain.step(self.lanes, self.each)
             try:
                 out = repeats(step).double()
             except OutOfResources:
@@ -229,7 +254,7 @@ class Search:
         for each in what:
             if time.monotonic() > deadline:
                 return
-            tried = [(self.us(c), c) for c in self.chain.alternatives(self.choice, each, self.lanes)]
+            tried = [(self.us(c), c) for c in self.alternatives(each)]
             tried.sort(key=lambda pair: pair[0])
             best = ", ".join(f"{self._text(each, c)} {us:.2f}" for us, c in tried[:4])
             self.notes.append(f"{each}: {best}")
@@ -240,26 +265,28 @@ class Search:
         if what == "decode":
             decode = choice.decode
             assert decode is not None
-            return f"{decode.splits}x{decode.tile}w{decode.warps}m{decode.min_tiles}" + "e" * decode.early
+            early = "e" if isinstance(decode, DecodeConfig) and decode.early else ""
+            return f"{decode.splits}x{decode.tile}w{decode.warps}n{decode.stages}m{decode.min_tiles}{early}"
         if what == "shares":
             return str(choice.shares)
-        return short(self.chain.config(choice, what[0], self.lanes))
+        return short(self.chain.config(choice, what[0], self.lanes * self.each))
 
     def report(self) -> None:
         print(
-            f"{self.name} {self.lanes} lanes: {self.before:.2f}, best {self.least:.2f}, floor "
+            f"{self.name} {self.lanes} lanes of {self.each}: {self.before:.2f}, best {self.least:.2f}, floor "
             f"{self.chain.floor(self.lanes):.1f} us a layer; decode {self.choice.decode}, shares "
             f"{self.choice.shares}", *self.notes, sep="\n  ",
         )  # fmt: skip
         for name, size in self.chain.products.items():
-            config = self.chain.config(self.choice, name, self.lanes)
-            print(f"  {size}: {self.lanes}: {short(config)}", flush=True)
+            rows = self.lanes * self.each
+            print(f"  {size}: {rows}: {short(self.chain.config(self.choice, name, rows))}", flush=True)
 
 
 def main() -> int:
     parser = argparse.ArgumentParser()
     parser.add_argument("--seconds", type=float, default=200.0)
     parser.add_argument("--lanes", default="1,2,4,8")
+    parser.add_argument("--tokens", type=int, default=1)
     parser.add_argument("--models", default="llama,qwen")
     args = parser.parse_args()
     begin = time.monotonic()
@@ -269,7 +296,9 @@ def main() -> int:
     with tempfile.TemporaryDirectory() as folder, torch.inference_mode():
         chains = {name: Chain(name, Path(folder) / name) for name in args.models.split(",")}
         counts = [int(lanes) for lanes in args.lanes.split(",")]
-        searches = [Search(name, chain, lanes) for lanes in counts for name, chain in chains.items()]
+        searches = [
+            Search(name, chain, lanes, args.tokens) for lanes in counts for name, chain in chains.items()
+        ]
         for what in ROUNDS:
             launches = list_launches(lambda what=what: [search.launch_all(what) for search in searches])
             workers.compile(launches)
