@@ -214,21 +214,21 @@ def _finish(
     tl.debug_barrier()
     if tl.atomic_add(counter, 1, sem="acq_rel") == pieces - 1:
         # All sums first, then so many results at once: one after the other each would wait for memory.
-        other = tl.arange(0, SPLITS)[:, None]
-        at = (first + other) * ROWS + place[None, :]
-        lse = tl.load(partial_lse + at, mask=other < pieces, other=FLOOR, cache_modifier=".cg")
-        top = tl.max(lse, 0)
-        total = tl.sum(tl.exp2(lse - top[None, :]), 0)
+        every = tl.arange(0, SPLITS)[:, None]
+        at_every = partial_lse + (first + every) * ROWS + place[None, :]
+        lse_every = tl.load(at_every, mask=every < pieces, other=FLOOR, cache_modifier=".cg")
+        top = tl.max(lse_every, 0)
+        total = tl.sum(tl.exp2(lse_every - top[None, :]), 0)
         merged = tl.zeros([ROWS, HEAD_PAD], tl.float32)
-        for begin in range(0, pieces, MERGED_AT_ONCE):
+        for other in range(0, pieces, MERGED_AT_ONCE):
             for i in tl.static_range(MERGED_AT_ONCE):
-                at = (first + begin + i) * ROWS + place
-                there = begin + i < pieces
-                weight = tl.load(partial_lse + at, mask=there, other=FLOOR, cache_modifier=".cg")
+                at_other = (first + other + i) * ROWS + place
+                there = other + i < pieces
+                lse_other = tl.load(partial_lse + at_other, mask=there, other=FLOOR, cache_modifier=".cg")
                 part = tl.load(
-                    partial_acc + at[:, None] * HEAD + column, mask=inside & there, other=0.0,
+                    partial_acc + at_other[:, None] * HEAD + column, mask=inside & there, other=0.0,
                     cache_modifier=".cg",
                 )
-                merged += part * tl.exp2(weight - top)[:, None]
+                merged += part * tl.exp2(lse_other - top)[:, None]
         tl.store(to, (merged / total[:, None]).to(to.dtype.element_ty), mask=inside)
         tl.store(counter, 0)
