@@ -133,29 +133,10 @@ def rotate_halves(low: Arg, high: Arg, cos: Arg, sin: Arg) -> Any:
 
 @jit
 def _write_kernel(
-    qkv: Arg,
-    q: Arg,
-    keys: Arg,
-    values: Arg,
-    positions: Arg,
-    slots: Arg,
-    rope: Arg,
-    norm: Arg,
-    eps: Arg,
-    k_factor: Arg,
-    v_factor: Arg,
-    token_stride: Arg,
-    head_stride: Arg,
-    rope_stride: Arg,
-    norm_stride: Arg,
-    QUERY_HEADS: tl.constexpr,
-    KV_HEADS: tl.constexpr,
-    HEAD: tl.constexpr,
-    HALF_PAD: tl.constexpr,
-    HEADS: tl.constexpr,
-    BLOCK_SIZE: tl.constexpr,
-    NORMED: tl.constexpr,
-    PDL: tl.constexpr,
+    qkv: Arg, q: Arg, keys: Arg, values: Arg, positions: Arg, slots: Arg, rope: Arg, norm: Arg, eps: Arg,
+    k_factor: Arg, v_factor: Arg, token_stride: Arg, head_stride: Arg, rope_stride: Arg, norm_stride: Arg,
+    QUERY_HEADS: tl.constexpr, KV_HEADS: tl.constexpr, HEAD: tl.constexpr, HALF_PAD: tl.constexpr,
+    HEADS: tl.constexpr, BLOCK_SIZE: tl.constexpr, NORMED: tl.constexpr, PDL: tl.constexpr,
 ) -> None:
     token = tl.program_id(0).to(tl.int64)
     head = tl.program_id(1) * HEADS + tl.arange(0, HEADS)[:, None]

@@ -36,12 +36,14 @@ def add_rms_norm_reference(
     return rms_norm_reference(residual_TH.add_(delta_TH), weight_H, eps, out_dtype)
 
 
-def rms_norm(x_TH: Tensor, weight_H: Tensor, eps: float, out_dtype: torch.dtype) -> Tensor:
-    """x_TH: any float type. Returns out_dtype [T, H]."""
+def rms_norm(
+    x_TH: Tensor, weight_H: Tensor, eps: float, out_dtype: torch.dtype, out_TH: Tensor | None = None
+) -> Tensor:
+    """x_TH: any float type. Returns out_dtype [T, H]: out, if given, whose rows' elements are adjacent."""
     _check(x_TH, weight_H, x_TH.dtype)
+    out_TH = _room(x_TH.shape, out_dtype, x_TH.device, out_TH)
     if not use_triton(x_TH):
-        return rms_norm_reference(x_TH, weight_H, eps, out_dtype)
-    out_TH = torch.empty(x_TH.shape, dtype=out_dtype, device=x_TH.device)
+        return out_TH.copy_(rms_norm_reference(x_TH, weight_H, eps, out_dtype))
     _launch(x_TH, x_TH, x_TH, weight_H, eps, out_TH, "plain")
     return out_TH
 
@@ -52,17 +54,24 @@ def rms_norm_reference(x_TH: Tensor, weight_H: Tensor, eps: float, out_dtype: to
 
 
 def embed_rms_norm(
-    token_T: Tensor, embed_VH: Tensor, weight_H: Tensor, eps: float, out_dtype: torch.dtype
+    token_T: Tensor,
+    embed_VH: Tensor,
+    weight_H: Tensor,
+    eps: float,
+    out_dtype: torch.dtype,
+    out_TH: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """The step's first residual, float32 [T, H], and its norm in out_dtype. token: int64, below V."""
+    """Rows of a table, as a step's first residual: float32 [T, H], and its norm in out_dtype (out, if given,
+    whose rows' elements are adjacent). token: int64, below V."""
     _check(embed_VH, weight_H, embed_VH.dtype)
     if token_T.dim() != 1 or token_T.dtype != torch.int64:
         raise ValueError("tokens must be int64 [T]")
+    shape = torch.Size((token_T.shape[0], embed_VH.shape[1]))
+    out_TH = _room(shape, out_dtype, embed_VH.device, out_TH)
     if not use_triton(embed_VH):
-        return embed_rms_norm_reference(token_T, embed_VH, weight_H, eps, out_dtype)
-    shape = (token_T.shape[0], embed_VH.shape[1])
+        residual_TH, normed_TH = embed_rms_norm_reference(token_T, embed_VH, weight_H, eps, out_dtype)
+        return residual_TH, out_TH.copy_(normed_TH)
     residual_TH = torch.empty(shape, dtype=torch.float32, device=embed_VH.device)
-    out_TH = torch.empty(shape, dtype=out_dtype, device=embed_VH.device)
     _launch(embed_VH, token_T, residual_TH, weight_H, eps, out_TH, "embed")
     return residual_TH, out_TH
 
@@ -73,6 +82,14 @@ def embed_rms_norm_reference(
     """The same in torch operations."""
     residual_TH = F.embedding(token_T, embed_VH).float()
     return residual_TH, rms_norm_reference(residual_TH, weight_H, eps, out_dtype)
+
+
+def _room(shape: torch.Size, dtype: torch.dtype, device: torch.device, out_TH: Tensor | None) -> Tensor:
+    if out_TH is None:
+        return torch.empty(shape, dtype=dtype, device=device)
+    if out_TH.shape != shape or out_TH.dtype != dtype or out_TH.stride(1) != 1:
+        raise ValueError(f"out must be {dtype} [T, H], with rows of adjacent elements")
+    return out_TH
 
 
 def _check(x_TH: Tensor, weight_H: Tensor, dtype: torch.dtype = torch.float32) -> None:

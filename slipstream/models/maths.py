@@ -90,8 +90,17 @@ class Maths(Protocol):
         owns."""
         ...
 
-    def normed(self, norm: Any, x_TH: Tensor) -> Tensor:
-        """norm(x), for what is no residual: any float type in, activation_dtype out."""
+    def normed(self, norm: Any, x_TH: Tensor, out_TH: Tensor | None = None) -> Tensor:
+        """norm(x), for what is no residual: any float type in, activation_dtype out (into out, if given)."""
+        ...
+
+    def embedded(self, norm: Any, embed: Embedding, token_T: Tensor, out_TH: Tensor) -> Tensor:
+        """norm(embed(token)) into out, of activation_dtype. token_T: int64."""
+        ...
+
+    def chosen(self, norm: Any, x_TH: Tensor, row_L: Tensor) -> tuple[Tensor, Tensor]:
+        """Rows of x, which is float32: [L, H] as they are, and norm of them in activation_dtype. row_L:
+        int64."""
         ...
 
     def logits(self, head: Any, hidden_NH: Tensor) -> Tensor:

@@ -134,8 +134,15 @@ class FusedMaths:
     def resume(self, rotary: Rotary, residual_TH: Tensor, position_T: Tensor) -> FusedPass:
         return FusedPass(residual_TH, self.activation_dtype)
 
-    def normed(self, norm: FusedNorm, x_TH: Tensor) -> Tensor:
-        return rms_norm(x_TH, norm.norm.weight_K, norm.norm.eps, self.activation_dtype)
+    def normed(self, norm: FusedNorm, x_TH: Tensor, out_TH: Tensor | None = None) -> Tensor:
+        return rms_norm(x_TH, norm.norm.weight_K, norm.norm.eps, self.activation_dtype, out_TH)
+
+    def embedded(self, norm: FusedNorm, embed: Embedding, token_T: Tensor, out_TH: Tensor) -> Tensor:
+        weight_K, eps, dtype = norm.norm.weight_K, norm.norm.eps, self.activation_dtype
+        return embed_rms_norm(token_T, embed.weight_VH, weight_K, eps, dtype, out_TH)[1]
+
+    def chosen(self, norm: FusedNorm, x_TH: Tensor, row_L: Tensor) -> tuple[Tensor, Tensor]:
+        return embed_rms_norm(row_L, x_TH, norm.norm.weight_K, norm.norm.eps, self.activation_dtype)
 
     def logits(self, head: FusedLinear, hidden_NH: Tensor) -> Tensor:
         return head(hidden_NH)

@@ -65,8 +65,16 @@ class TorchMaths:
     def resume(self, rotary: Rotary, residual_TH: Tensor, position_T: Tensor) -> TorchPass:
         return TorchPass(self._linear, residual_TH, rotary.turn(position_T))
 
-    def normed(self, norm: RMSNorm, x_TH: Tensor) -> Tensor:
-        return norm(x_TH.float())
+    def normed(self, norm: RMSNorm, x_TH: Tensor, out_TH: Tensor | None = None) -> Tensor:
+        normed_TH = norm(x_TH.float())
+        return normed_TH if out_TH is None else out_TH.copy_(normed_TH)
+
+    def embedded(self, norm: RMSNorm, embed: Embedding, token_T: Tensor, out_TH: Tensor) -> Tensor:
+        return self.normed(norm, embed(token_T), out_TH)
+
+    def chosen(self, norm: RMSNorm, x_TH: Tensor, row_L: Tensor) -> tuple[Tensor, Tensor]:
+        x_LH = x_TH[row_L]
+        return x_LH, norm(x_LH)
 
     def logits(self, head: Linear, hidden_NH: Tensor) -> Tensor:
         count = len(hidden_NH)

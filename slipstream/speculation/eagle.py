@@ -37,7 +37,7 @@ from slipstream.models.llama import Llama
 from slipstream.models.maths import Maths, Sized
 from slipstream.models.qwen3 import Qwen3
 from slipstream.rows.columns import Column, RowWriter
-from slipstream.speculation.passes import attend_step, empty_drafts, lane_passes, newest_hidden
+from slipstream.speculation.passes import attend_step, choose_rows, empty_drafts, lane_passes
 from slipstream.speculation.protocol import Drafts, DraftStep
 from slipstream.speculation.target import Target, Weights
 
@@ -61,13 +61,15 @@ class Head(Protocol):
         """[T, H]: what stands for the hidden state of a step's tokens."""
         ...
 
-    def forward(self, token_T: Tensor, hidden_TH: Tensor, position_T: Tensor, attend: Attend) -> Tensor:
-        """float32 [T, H], a new tensor: what stands for the next position's hidden state. hidden may be
-        overwritten."""
+    def forward(
+        self, token_T: Tensor, hidden_TH: Tensor, position_T: Tensor, attend: Attend, source_L: Tensor | None
+    ) -> tuple[Tensor, Tensor]:
+        """Of the tokens that source_L (int64) names, or all: what stands for the next position's hidden
+        state, float32 [L, H], and what logits() takes. hidden may be overwritten."""
         ...
 
-    def logits(self, hidden_LH: Tensor) -> Tensor:
-        """[L, D] of what forward returned."""
+    def logits(self, ready_LH: Tensor) -> Tensor:
+        """[L, D]."""
         ...
 
 
@@ -91,14 +93,18 @@ class Eagle:
             inputs.position_T, inputs.query_start_L1, inputs.row_L, step.columns["tokens"]
         )
         attend = attend_step(step, self._first)
-        hidden_TH = head.forward(token_T, head.fuse(feature_TX), inputs.position_T, attend)
-        passes = lane_passes(step, passes=drafts, most=self._most, first=self._first)
-        token_LK, hidden_LH = empty_drafts(step, drafts), newest_hidden(step, hidden_TH)
+        hidden_LH, ready_LH = head.forward(
+            token_T, head.fuse(feature_TX), inputs.position_T, attend, step.source_L
+        )
+        passes, token_LK = (
+            lane_passes(step, passes=drafts, most=self._most, first=self._first), empty_drafts(step, drafts)
+        )
         for number in range(drafts):
             if number:
                 token_L, position_L = token_LK[:, number - 1].long(), passes.lanes.position_PL[number - 1]
-                hidden_LH = head.forward(token_L, hidden_LH, position_L, passes.attend(number - 1))
-            choose_draft(head.logits(hidden_LH), token_LK[:, number], head.ids_D, passes.noise(number))
+                attend = passes.attend(number - 1)
+                hidden_LH, ready_LH = head.forward(token_L, hidden_LH, position_L, attend, None)
+            choose_draft(head.logits(ready_LH), token_LK[:, number], head.ids_D, passes.noise(number))
         return Drafts(token_LK, passes.lanes.count_L)
 
 
@@ -141,7 +147,9 @@ class EagleHead:
     def fuse(self, feature_TX: Tensor) -> Tensor:
         return feature_TX
 
-    def forward(self, token_T: Tensor, hidden_TH: Tensor, position_T: Tensor, attend: Attend) -> Tensor:
+    def forward(
+        self, token_T: Tensor, hidden_TH: Tensor, position_T: Tensor, attend: Attend, source_L: Tensor | None
+    ) -> tuple[Tensor, Tensor]:
         embed_TH = embed_tokens(self._embed, token_T)
         if self._norms:
             embed_TH = self._maths.normed(self._norms[0], embed_TH)
@@ -154,12 +162,14 @@ class EagleHead:
                 qkv_TN = step.project(layer.attention_norm, layer.qkv)
             step.add(layer.o, step.mix(number, layer.heads, qkv_TN, attend), layer.mlp_norm)
             step.add(layer.down, step.project_gated(layer.mlp_norm, layer.gate_up))
-        return step.residual()
+        hidden_LH = step.residual()
+        if source_L is not None:
+            hidden_LH = choose_rows(hidden_LH, source_L)
+        ready_LH = self._maths.normed(self._norms[1], hidden_LH) if self._norms else hidden_LH.to(self._dtype)
+        return hidden_LH, ready_LH
 
-    def logits(self, hidden_LH: Tensor) -> Tensor:
-        if self._norms:
-            hidden_LH = self._maths.normed(self._norms[1], hidden_LH)
-        return self._target.model.logits(hidden_LH.to(self._dtype))
+    def logits(self, ready_LH: Tensor) -> Tensor:
+        return self._target.model.logits(ready_LH)
 
 
 def rename(name: str) -> str:

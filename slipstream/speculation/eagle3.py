@@ -20,7 +20,7 @@ from slipstream.layers.rotary import Rotary
 from slipstream.loading.drafter_files import DrafterFiles
 from slipstream.models.decoder import layers_attention
 from slipstream.models.maths import Maths, Sized
-from slipstream.speculation.eagle import Eagle, embed_tokens, layer_spec, make_head_layer, rename
+from slipstream.speculation.eagle import Eagle, layer_spec, make_head_layer, rename
 from slipstream.speculation.target import Target, Weights
 
 Tensor = torch.Tensor
@@ -62,19 +62,24 @@ class Eagle3Head:
     def fuse(self, feature_TX: Tensor) -> Tensor:
         return self._fc(feature_TX)
 
-    def forward(self, token_T: Tensor, hidden_TH: Tensor, position_T: Tensor, attend: Attend) -> Tensor:
-        maths, layer = self._maths, self._layer
-        state_TH = maths.normed(self._hidden_norm, hidden_TH)
-        embed_TH = maths.normed(self._embed_norm, embed_tokens(self._embed, token_T))
-        joined_TX = torch.cat((embed_TH, state_TH), 1)
-        residual_TH = state_TH if self._normed_residual else hidden_TH
-        step = maths.resume(self._rotary, residual_TH.float(), position_T)
+    def forward(
+        self, token_T: Tensor, hidden_TH: Tensor, position_T: Tensor, attend: Attend, source_L: Tensor | None
+    ) -> tuple[Tensor, Tensor]:
+        maths, layer, (tokens, hidden) = self._maths, self._layer, hidden_TH.shape
+        joined_TX = hidden_TH.new_empty(tokens, 2 * hidden, dtype=maths.activation_dtype)
+        maths.embedded(self._embed_norm, self._embed, token_T, joined_TX[:, :hidden])
+        state_TH = maths.normed(self._hidden_norm, hidden_TH, joined_TX[:, hidden:])
+        residual_TH = state_TH.to(torch.float32, copy=True) if self._normed_residual else hidden_TH.float()
+        step = maths.resume(self._rotary, residual_TH, position_T)
         step.add(layer.o, step.mix(0, layer.heads, layer.qkv(joined_TX), attend), layer.mlp_norm)
         step.add(layer.down, step.project_gated(layer.mlp_norm, layer.gate_up))
-        return step.residual()
+        if source_L is not None:
+            return maths.chosen(self._norm, step.residual(), source_L)
+        ready_TH = step.finish(self._norm)
+        return step.residual(), ready_TH
 
-    def logits(self, hidden_LH: Tensor) -> Tensor:
-        return self._maths.logits(self._lm_head, self._maths.normed(self._norm, hidden_LH))
+    def logits(self, ready_LH: Tensor) -> Tensor:
+        return self._maths.logits(self._lm_head, ready_LH)
 
 
 def aux_layers(files: DrafterFiles, num_layers: int) -> tuple[int, ...]:

@@ -39,10 +39,9 @@ def attend_step(step: DraftStep, first: int) -> Attend:
     return ShiftedAttend(step.attention.bind(step.batch), first)
 
 
-def newest_hidden(step: DraftStep, hidden_TH: Tensor) -> Tensor:
-    """[L, H]: of the tokens that gave the lanes' newest ones. The clamp is for trials that compute nothing
-    (kernels/precompile.py)."""
-    return hidden_TH.index_select(0, step.source_L.clamp(0, len(hidden_TH) - 1))
+def choose_rows(hidden_TH: Tensor, source_L: Tensor) -> Tensor:
+    """[L, H]. The clamp is for trials that compute nothing (kernels/precompile.py)."""
+    return hidden_TH.index_select(0, source_L.clamp(0, len(hidden_TH) - 1))
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,13 +51,14 @@ class LanePasses:
     step: DraftStep
     lanes: DraftLanes
     first: int
+    query_start_L1: Tensor
 
     def attend(self, number: int) -> Attend:
         """Attention over the tokens of pass `number`."""
         step, lanes = self.step, self.lanes
         count = len(step.inputs.row_L)
         batch = AttentionBatch(
-            query_start_L1=torch.arange(count + 1, dtype=torch.int32, device=step.inputs.row_L.device),
+            query_start_L1=self.query_start_L1,
             length_L=lanes.length_PL[number],
             position_T=lanes.position_PL[number],
             slot_T=lanes.slot_PL[number],
@@ -95,7 +95,9 @@ def lane_passes(step: DraftStep, *, passes: int, most: int, first: int) -> LaneP
         step.inputs.row_L, step.appended_L, step.columns,
         passes=passes, drafts=passes, most=most, block_size=step.block_size,
     )  # fmt: skip
-    return LanePasses(step, lanes, first)
+    row_L = step.inputs.row_L
+    start_L1 = torch.arange(len(row_L) + 1, dtype=torch.int32, device=row_L.device)
+    return LanePasses(step, lanes, first, start_L1)
 
 
 def empty_drafts(step: DraftStep, drafts: int) -> Tensor:
