@@ -30,7 +30,7 @@ WORTH = 0.75  # a smaller limit is tried again where it promises this share at l
 KEEP = 1 - 1 / 256  # of what is known of acceptance, a step
 LEAST_MADE = 1e-3  # i-th drafts a lane, however few there are
 FRESH = 0.15  # weight of the newest time
-OUTLIER = 2.0  # times the mean count no more than that
+OUTLIER = 1.2  # times the mean count no more than that
 
 
 class Drafting(Protocol):
@@ -87,6 +87,8 @@ class Group:
         self.level = self.level or seconds / self.cost.get(limit, 1.0)
         cost = seconds / self.level
         mean, told = self.cost.get(limit, cost), self.told.get(limit, 0) + 1
+        if told <= PROBE_STEPS:
+            mean = min(mean, OUTLIER * cost)  # the first may have been the outlier
         change = max(FRESH, 1 / told) * (min(cost, OUTLIER * mean) - mean)
         self.told[limit] = told
         if limit == self.limit and told > PROBE_STEPS:
@@ -113,7 +115,7 @@ class DraftPolicy:
         self._groups: dict[int, Group] = {}
         self._current = -1
         self._left = 0
-        self._before = 0  # limit of the last step learnt from
+        self._before = (-1, 0)  # group and limit of the last step learnt from
 
     def choose(self, lanes: int) -> int:
         self._left -= 1
@@ -176,8 +178,8 @@ class DraftPolicy:
         return tokens
 
     def learn(self, lanes: int, limit: int, drafted: Array, taken: Array, seconds: float) -> None:
-        before, self._before = self._before, limit
-        if limit > before and not (self._uneven and before):
+        before, self._before = self._before, (group_of(lanes), limit)
+        if limit > before[1] and not (self._uneven and before[1]):
             return  # the step before it made no more drafts than it could use itself
         if limit and len(taken):
             shown = self._shown(lanes, limit, drafted)
@@ -185,7 +187,7 @@ class DraftPolicy:
             for sums, counts in ((self._made, drafted), (self._taken, taken)):
                 reached = np.bincount(np.minimum(counts, shown), minlength=shown + 1)[::-1].cumsum()[::-1]
                 sums[:shown] = KEEP * sums[:shown] + reached[1:]
-        if seconds > 0.0:
+        if seconds > 0.0 and before == self._before:  # the first of a kind may wait for its kernels
             self._groups.setdefault(group_of(lanes), Group()).learn(limit, seconds)
 
     def _shown(self, lanes: int, limit: int, drafted: Array) -> int:

@@ -170,6 +170,19 @@ def test_a_limit_that_could_not_be_better_is_hardly_tried_again() -> None:
     assert device.policy.limit == 0
 
 
+@pytest.mark.parametrize("slow", [1.5, 2, 3, 10])
+def test_steps_that_wait_for_their_kernels_at_first_do_not_count_against_their_limit(slow: float) -> None:
+    seconds, seen = {0: 4.2e-3, 1: 4.5e-3, 2: 4.75e-3, 3: 5e-3}, dict.fromkeys(range(4), 0)
+
+    def of_step(limit: int) -> float:
+        seen[limit] += 1
+        return seconds[limit] * (slow if limit == 3 and seen[limit] <= 4 else 1)
+
+    device = Device(16, [0.7] * 3, of_step)
+    device.run(600)
+    assert device.limits[20:].count(3) > 540, device.limits
+
+
 @pytest.mark.parametrize("cycle", [150, 400])
 def test_times_of_a_heavier_load_do_not_make_drafts_look_cheap(cycle: int) -> None:
     """Batch after batch that begins heavy and ends light, as its answers end, all in one group."""
