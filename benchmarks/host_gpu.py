@@ -14,6 +14,7 @@ import json
 import pstats
 import statistics
 import time
+from collections import deque
 from collections.abc import Callable
 from typing import Any
 
@@ -43,23 +44,25 @@ def measure(llm: Any, lanes: int) -> dict[str, Any]:
 def parts_of_a_step(core: Any) -> dict[str, float]:
     """What EngineCore.step does, timed in its parts; nothing is in flight afterwards."""
     parts: dict[str, list[float]] = {name: [] for name in ("schedule", "step", "wait", "apply")}
+    flight = deque(handle for handle, _ in core._flight)
+    core._flight.clear()
     for _ in range(100):
-        while len(core._flight) < 2:
+        while len(flight) < 2:
             t0 = time.perf_counter()
             plan = core.scheduler.schedule()
             t1 = time.perf_counter()
-            core._flight.append(core._executor.runner.step(plan))
+            flight.append(core._executor.runner.step(plan))
             parts["schedule"].append(t1 - t0)
             parts["step"].append(time.perf_counter() - t1)
-        handle = core._flight.popleft()
+        handle = flight.popleft()
         t0 = time.perf_counter()
         result = handle.wait()
         t1 = time.perf_counter()
         core.scheduler.apply(result)
         parts["wait"].append(t1 - t0)
         parts["apply"].append(time.perf_counter() - t1)
-    while core._flight:
-        core.scheduler.apply(core._flight.popleft().wait())
+    while flight:
+        core.scheduler.apply(flight.popleft().wait())
     torch.cuda.synchronize()
     return {name: round(1e6 * statistics.median(times), 1) for name, times in parts.items()}
 
