@@ -223,10 +223,10 @@ def _finish(
         for other in range(0, pieces, MERGED_AT_ONCE):
             for i in tl.static_range(MERGED_AT_ONCE):
                 at_other = (first + other + i) * ROWS + place
-                there = other + i < pieces
+                there = place < tl.where(other + i < pieces, ROWS, 0)
                 lse_other = tl.load(partial_lse + at_other, mask=there, other=FLOOR, cache_modifier=".cg")
                 part = tl.load(
-                    partial_acc + at_other[:, None] * HEAD + column, mask=inside & there, other=0.0,
+                    partial_acc + at_other[:, None] * HEAD + column, mask=inside & there[:, None], other=0.0,
                     cache_modifier=".cg",
                 )
                 merged += part * tl.exp2(lse_other - top)[:, None]
