@@ -13,6 +13,8 @@ v_1 + .. + v_c = d, and a step gives 1 + a_1 + .. + a_c tokens a lane.
 
 from __future__ import annotations
 
+import statistics
+from collections import deque
 from dataclasses import dataclass, field
 from typing import Protocol
 
@@ -26,11 +28,12 @@ REVIEW_STEPS = 16
 PROBE_STEPS = 6
 FIRST_PROBE, LAST_PROBE = 64, 2048  # steps between probes
 BETTER = 1.02  # a limit must promise this much more than the one in use
-WORTH = 0.75  # a smaller limit is tried again where it promises this share at least, else as rarely as can be
+WORTH = 0.75  # a smaller limit is tried again where it promises this share at least, else hardly ever,
+SURE = 2 * (PROBE_STEPS - 1)  # once two trials have told its cost
 KEEP = 1 - 1 / 256  # of what is known of acceptance, a step
 LEAST_MADE = 1e-3  # i-th drafts a lane, however few there are
-FRESH = 0.15  # weight of the newest time
-OUTLIER = 1.2  # times the mean count no more than that
+FRESH = 0.15  # weight of the newest time in the level
+OUTLIER = 1.2  # times the level count no more than that
 
 
 class Drafting(Protocol):
@@ -64,11 +67,12 @@ class NoDrafting:
 @dataclass(slots=True)
 class Group:
     """Steps of alike many lanes. level: seconds that a step of cost 1 takes at present; cost: of a step by
-    limit, of those that were tried, and told: how many steps told it; limit: the one in use; patience: steps
-    until the next probe."""
+    limit, of those that were tried, from the steps of its last trial, and told: how many steps told it;
+    limit: the one in use; patience: steps until the next probe."""
 
     level: float = 0.0
     cost: dict[int, float] = field(default_factory=dict)
+    trials: dict[int, deque[float]] = field(default_factory=dict)
     told: dict[int, int] = field(default_factory=dict)
     limit: int = 0
     patience: int = FIRST_PROBE
@@ -76,7 +80,7 @@ class Group:
     turn: int = 0
 
     def costs(self, most: int) -> Array:
-        """float64 [most + 1]: mean cost by limit, on straight lines between those that were tried."""
+        """float64 [most + 1]: cost by limit, on straight lines between those that were tried."""
         tried = sorted(self.cost)
         costs: Array = np.interp(np.arange(most + 1), tried, [self.cost[limit] for limit in tried])
         return costs
@@ -86,15 +90,14 @@ class Group:
         beside those of today. The limit in use tells the level; others, what they cost beside it."""
         self.level = self.level or seconds / self.cost.get(limit, 1.0)
         cost = seconds / self.level
-        mean, told = self.cost.get(limit, cost), self.told.get(limit, 0) + 1
-        if told <= PROBE_STEPS:
-            mean = min(mean, OUTLIER * cost)  # the first may have been the outlier
-        change = max(FRESH, 1 / told) * (min(cost, OUTLIER * mean) - mean)
-        self.told[limit] = told
+        told = self.told[limit] = self.told.get(limit, 0) + 1
         if limit == self.limit and told > PROBE_STEPS:
-            self.level *= 1 + change / mean
+            self.level *= 1 + FRESH * (min(cost / self.cost[limit], OUTLIER) - 1)
         else:
-            self.cost[limit] = mean + change
+            # Some steps of a trial wait for their kernels, others have few lanes left.
+            trial = self.trials.setdefault(limit, deque(maxlen=PROBE_STEPS))
+            trial.append(cost)
+            self.cost[limit] = statistics.median_low(trial)
 
 
 def group_of(lanes: int) -> int:
@@ -155,14 +158,15 @@ class DraftPolicy:
 
     @staticmethod
     def _probe(group: Group, limits: list[int], speeds: Array) -> int:
-        """The next larger limit, none, and the next smaller, in turn. What a smaller one gives is known; only
-        its cost may have changed."""
+        """The next larger limit, none, and the next smaller, in turn. What a smaller one gives is known, and
+        so is its cost after two trials, but for changes."""
         place = limits.index(group.limit)
         others = [limits[min(place + 1, len(limits) - 1)], 0, limits[max(place - 1, 0)]]
         least = 0.0 if group.patience == LAST_PROBE else WORTH * float(speeds[group.limit])
         others = [
             limit for limit in others
-            if limit > group.limit or (limit < group.limit and speeds[limit] >= least)
+            if limit > group.limit
+            or (limit < group.limit and (group.told.get(limit, 0) < SURE or speeds[limit] >= least))
         ]
         group.turn += 1
         return others[group.turn % len(others)] if others else group.limit

@@ -11,7 +11,7 @@ import pytest
 from drafters import FixedDrafting
 from scheduler_device import Harness, make_request
 
-from slipstream.scheduler.drafting import LAST_PROBE, DraftPolicy
+from slipstream.scheduler.drafting import LAST_PROBE, PROBE_STEPS, DraftPolicy
 
 LAG = 2  # steps in flight
 
@@ -164,10 +164,36 @@ def test_fewer_lanes_begin_with_what_pays_for_more() -> None:
 def test_a_limit_that_could_not_be_better_is_hardly_tried_again() -> None:
     device = Device(16, [0.8] * 3, linear(1e-3, 2e-5))
     device.run(2500)
-    assert device.limits[100:].count(0) == 0 and device.limits[100:].count(3) > 2200
+    assert device.limits[100:].count(0) <= PROBE_STEPS + 1 and device.limits[100:].count(3) > 2200
     device.seconds = lambda limit: 1e-3 * (1 + 9 * (limit > 0))  # what cannot be foreseen is found out
     device.run(3 * LAST_PROBE)
     assert device.policy.limit == 0
+
+
+def test_a_trial_at_the_end_of_a_batch_does_not_make_drafts_look_cheap() -> None:
+    """Few lanes are left when it ends, and on a CPU a step takes as long as it has tokens."""
+    device, share = Device(8, [0.21, 0.2, 0.1], linear(0.0, 0.0)), {8: 1.0, 7: 0.66, 5: 0.42}
+    device.seconds = lambda limit: share[device.lanes] * (100e-3 + 30e-3 * limit)
+    for lanes in (8, 8, 8, 8, 8, 7, 5, 5):
+        device.lanes = lanes
+        device.run(1)
+    device.lanes = 8
+    device.run(600)
+    assert device.limits[-500:].count(0) > 450, device.limits
+
+
+@pytest.mark.parametrize("slow", [2, 3, 10])
+def test_one_slow_trial_does_not_keep_a_limit_that_does_not_pay(slow: float) -> None:
+    """Drafts that a CPU verifies take as long as tokens; the device was busy when none was tried first."""
+    seconds, seen = {0: 80e-3, 1: 110e-3, 2: 150e-3, 3: 190e-3}, dict.fromkeys(range(4), 0)
+
+    def of_step(limit: int) -> float:
+        seen[limit] += 1
+        return seconds[limit] * (slow if limit == 0 and seen[limit] <= PROBE_STEPS else 1)
+
+    device = Device(8, [0.21, 0.2, 0.1], of_step)
+    device.run(600)
+    assert device.limits[-300:].count(0) > 250, device.limits
 
 
 @pytest.mark.parametrize("slow", [1.5, 2, 3, 10])
