@@ -19,12 +19,14 @@ DRAFTS = 3
 
 @dataclass
 class BusyEngine(ScriptedEngine):
-    """rows: of the table. load: share of them that are owned. drafting: share of decoding rows that draft."""
+    """rows: of the table. load: share of them that are owned. drafting: share of decoding rows that draft.
+    still: nothing changes any more."""
 
     rows: int = 8
     load: float = 0.8
     drafting: float = 0.3
     looks: int = 0
+    still: bool = False
     steps_done: int = 0
     counts: EngineStats = field(default_factory=EngineStats)
 
@@ -116,7 +118,8 @@ class BusyEngine(ScriptedEngine):
 
     async def look(self) -> Look:
         self.looks += 1
-        self._advance(20)
+        if not self.still:
+            self._advance(20)
         self.table.steps = self._last_steps()
         owners: dict[int, Any] = {
             row: SimpleNamespace(
