@@ -49,6 +49,15 @@ def block_and_place(tile: Arg, TILE: tl.constexpr, BLOCK_SIZE: tl.constexpr) -> 
 
 
 @jit
+def blocks_of_tile(
+    block_row: Arg, tile: Arg, length: Arg, BLOCK_SIZE: tl.constexpr, TILE: tl.constexpr
+) -> Any:
+    """The blocks [TILE] that a tile's keys are in; length: keys of the row."""
+    here, _ = block_and_place(tile, TILE, BLOCK_SIZE)
+    return tl.load(block_row + here, mask=tile * TILE + tl.arange(0, TILE) < length, other=0)
+
+
+@jit
 def capped_scores(raw: Arg, scale: Arg, soft_cap: Arg, CAPPED: tl.constexpr) -> Any:
     """q.k as softmax_step takes it: in base 2 where capped, else as it is."""
     if CAPPED:

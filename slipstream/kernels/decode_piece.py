@@ -8,7 +8,13 @@ from __future__ import annotations
 
 from typing import Any
 
-from slipstream.kernels.attention_common import FLOOR, block_and_place, capped_scores, softmax_step
+from slipstream.kernels.attention_common import (
+    FLOOR,
+    block_and_place,
+    blocks_of_tile,
+    capped_scores,
+    softmax_step,
+)
 from slipstream.kernels.backend import Arg, jit, pdl_begin, tl
 from slipstream.kernels.qkv_write import head_norm, rotate_halves
 
@@ -44,8 +50,7 @@ def attend_piece(
     low, stored, _, _ = tile_span(length, TILE, WINDOW, FROM_QKV)
     # Asked for before all else: addresses of keys wait for them.
     block_row = blocks + row * blocks_stride
-    here, _ = block_and_place(begin, TILE, BLOCK_SIZE)
-    block = tl.load(block_row + here, mask=begin * TILE + tl.arange(0, TILE) < stored, other=0)
+    block = blocks_of_tile(block_row, begin, stored, BLOCK_SIZE, TILE)
     at = source + token * token_stride + column
     if FROM_QKV:
         angle = rope + (length - 1).to(tl.int64) * rope_stride + column

@@ -22,6 +22,7 @@ from slipstream.kernels.attention_common import (
     LayerAttention,
     attend_reference,
     block_and_place,
+    blocks_of_tile,
     capped_scores,
     score_factors,
     softmax_step,
@@ -267,15 +268,6 @@ def tile_span(
         begin = tl.maximum(earliest - WINDOW + 1, 0) // TILE
         clear = tl.cdiv(tl.maximum(earliest + QUERIES - WINDOW, 0), TILE)
     return begin, end, clear, whole
-
-
-@jit
-def blocks_of_tile(
-    block_row: Arg, tile: Arg, length: Arg, BLOCK_SIZE: tl.constexpr, TILE: tl.constexpr
-) -> Any:
-    """The block of each key [TILE] of a tile."""
-    here, _ = block_and_place(tile, TILE, BLOCK_SIZE)
-    return tl.load(block_row + here, mask=tile * TILE + tl.arange(0, TILE) < length, other=0)
 
 
 @jit

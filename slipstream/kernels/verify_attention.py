@@ -19,6 +19,7 @@ from slipstream.kernels.attention_common import (
     MIN_ROWS,
     LayerAttention,
     attend_reference,
+    blocks_of_tile,
     score_factors,
 )
 from slipstream.kernels.backend import (
@@ -33,7 +34,7 @@ from slipstream.kernels.backend import (
     use_triton,
 )
 from slipstream.kernels.paged import PagedLanes, PagedPool
-from slipstream.kernels.varlen_attention import attend_tiles, blocks_of_tile, tile_span
+from slipstream.kernels.varlen_attention import attend_tiles, tile_span
 
 Tensor = torch.Tensor
 

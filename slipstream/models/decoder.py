@@ -134,26 +134,27 @@ class Decoder:
     ) -> tuple[Tensor, Tensor | None]:
         first_norm = self._layers[0][1].attention_norm
         step = self._maths.open(self.embed, self._rotary, first_norm, tokens_T, positions_T)
-        width = self.embed.weight_VH.shape[1]
-        aux_TX = torch.empty(
-            len(tokens_T), width * len(aux_layers), dtype=self.activation_dtype, device=tokens_T.device
-        )
-        left = dict(enumerate(aux_layers))
-
-        def keep(places: list[int]) -> None:
-            for place in places:
-                del left[place]
-                aux_TX[:, place * width : (place + 1) * width].copy_(step.residual())
-
+        aux_TX, wanted = None, []
+        if aux_layers:
+            width = self.embed.weight_VH.shape[1]
+            aux_TX = tokens_T.new_empty(
+                len(tokens_T), width * len(aux_layers), dtype=self.activation_dtype
+            )
+            wanted = list(zip(aux_layers, aux_TX.view(-1, len(aux_layers), width).unbind(1), strict=True))
         following = [layer.attention_norm for _, layer in self._layers[1:]]
         for (index, layer), next_norm in zip(self._layers, [*following, None], strict=True):
-            keep([place for place, layer_in in left.items() if layer_in == index])
+            for source, part_TH in wanted:
+                if source == index:
+                    part_TH.copy_(step.residual())
             qkv_TN = step.project(layer.attention_norm, layer.qkv)
             step.add(layer.o, step.mix(index, layer.heads, qkv_TN, attend), layer.mlp_norm)
             step.add(layer.down, step.project_gated(layer.mlp_norm, layer.gate_up), next_norm)
         # The last layer's output; of of_each_kind's few layers, which mean nothing, any residual does.
-        keep([*left])
-        return step.finish(self._final_norm), aux_TX if aux_layers else None
+        ran = dict(self._layers)
+        for source, part_TH in wanted:
+            if source not in ran:
+                part_TH.copy_(step.residual())
+        return step.finish(self._final_norm), aux_TX
 
     def of_each_kind(self) -> Decoder:
         # A layer's kernels differ with what is before it, too: a step's beginning, or another layer.

@@ -96,9 +96,8 @@ class Eagle:
         hidden_LH, ready_LH = head.forward(
             token_T, head.fuse(feature_TX), inputs.position_T, attend, step.source_L
         )
-        passes, token_LK = (
-            lane_passes(step, passes=drafts, most=self._most, first=self._first), empty_drafts(step, drafts)
-        )
+        passes = lane_passes(step, passes=drafts, most=self._most, first=self._first)
+        token_LK = empty_drafts(step, drafts)
         for number in range(drafts):
             if number:
                 token_L, position_L = token_LK[:, number - 1].long(), passes.lanes.position_PL[number - 1]

@@ -89,15 +89,19 @@ class LanePasses:
         )
 
 
-def lane_passes(step: DraftStep, *, passes: int, most: int, first: int) -> LanePasses:
-    """most: positions that the drafter is made for; first: the number of its first layer."""
-    lanes = draft_lanes(
+def lanes_of(step: DraftStep, passes: int, most: int) -> DraftLanes:
+    """most: positions that the drafter is made for."""
+    return draft_lanes(
         step.inputs.row_L, step.appended_L, step.columns,
         passes=passes, drafts=passes, most=most, block_size=step.block_size,
     )  # fmt: skip
+
+
+def lane_passes(step: DraftStep, *, passes: int, most: int, first: int) -> LanePasses:
+    """most: see lanes_of; first: the number of the drafter's first layer."""
     row_L = step.inputs.row_L
     start_L1 = torch.arange(len(row_L) + 1, dtype=torch.int32, device=row_L.device)
-    return LanePasses(step, lanes, first, start_L1)
+    return LanePasses(step, lanes_of(step, passes, most), first, start_L1)
 
 
 def empty_drafts(step: DraftStep, drafts: int) -> Tensor:
