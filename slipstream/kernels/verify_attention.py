@@ -38,8 +38,8 @@ from slipstream.kernels.varlen_attention import attend_tiles, tile_span
 
 Tensor = torch.Tensor
 
-# Programs that lanes are split into at most: about four for each multiprocessor of an H200.
-PROGRAMS = 528
+# Programs that lanes are split into at most: two for each multiprocessor of an H200.
+PROGRAMS = 264
 MOST_ROWS = 64
 MERGED_AT_ONCE = tl.constexpr(4)
 
@@ -68,16 +68,16 @@ class VerifyConfig:
 
 
 def choose_verify(lanes: int, tokens: int, shape: LayerAttention, dtype: torch.dtype) -> VerifyConfig:
-    """Few lanes want many pieces; many rows make a program large enough."""
+    """Few lanes want many pieces, but short ones cost more to merge than they save: by sweeps on an H200 at
+    head size 128 and contexts of 384 and 4,096 tokens, between products (tests/gpu/time_chain.py)."""
     least = max(MIN_ROWS, next_power_of_2(shape.group))
     rows = max(least, min(next_power_of_2(shape.group * tokens), MOST_ROWS))
     programs = lanes * shape.num_kv_heads * ceil_div(tokens, rows // shape.group)
     splits = 1 << max(min(PROGRAMS // programs, 32).bit_length() - 1, 0)
     if dtype.itemsize > 2:  # no tensor cores: small tiles, for registers' sake
         return VerifyConfig(tokens, rows, splits, tile=MIN_ROWS, warps=4, stages=2)
-    if rows <= 32 and shape.head_dim <= 128:
-        return VerifyConfig(tokens, rows, splits, tile=32, warps=2, stages=3)
-    return VerifyConfig(tokens, rows, splits, tile=64 if shape.head_dim <= 128 else 32, warps=4, stages=3)
+    tile = 64 if shape.head_dim <= 128 else 32
+    return VerifyConfig(tokens, rows, splits, tile, warps=4, stages=3, min_tiles=3 if programs < 128 else 16)
 
 
 class VerifyScratch:

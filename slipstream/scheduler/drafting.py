@@ -158,8 +158,9 @@ class DraftPolicy:
 
     @staticmethod
     def _probe(group: Group, limits: list[int], speeds: Array) -> int:
-        """The next larger limit, none, and the next smaller, in turn. What a smaller one gives is known, and
-        so is its cost after two trials, but for changes."""
+        """The next larger limit, none, and the next smaller, in turn: what would matter most if its first
+        trial was wrong comes before what matters least. What a smaller one gives is known, and so is its
+        cost after two trials, but for changes."""
         place = limits.index(group.limit)
         others = [limits[min(place + 1, len(limits) - 1)], 0, limits[max(place - 1, 0)]]
         least = 0.0 if group.patience == LAST_PROBE else WORTH * float(speeds[group.limit])
@@ -169,7 +170,7 @@ class DraftPolicy:
             or (limit < group.limit and (group.told.get(limit, 0) < SURE or speeds[limit] >= least))
         ]
         group.turn += 1
-        return others[group.turn % len(others)] if others else group.limit
+        return others[(group.turn - 1) % len(others)] if others else group.limit
 
     def tokens(self) -> Array:
         """float64 [K + 1]: expected tokens of a lane's step, by limit."""

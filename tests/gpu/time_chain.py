@@ -1,18 +1,22 @@
 """Cuts of the products of whole layers of the real models' shapes, many in one CUDA graph with attention, as
 the engine runs them: which are the fastest beside each other.
 
-    python tests/gpu/time_chain.py [--seconds 200] [--lanes 1,2,4,8] [--tokens 1] [--models llama,qwen]
+    python tests/gpu/time_chain.py [--seconds 200] [--lanes 1,2,4,8] [--tokens 1]
+        [--models llama,qwen,smollm2] [--context 384]
+        [--what decode,shares,d,o,g,q,d early,o early,g early,q early]
 
 For each model and count of lanes: microseconds a layer by graph replay, as the package chooses, and with the
 best that was found, beside the floor of bytes over 4.59 TB/s. One thing is changed at a time: attention's
 cut, whether norms are shared, each product's cut, who triggers early; what helps stays. Then the products'
-cuts as kernels/linear_table.py has them. --tokens: of a lane, as in steps that verify drafts. Every result
-must be finite, the same in 20 replays, and near the first. Exit status 1 where one is not.
+cuts as kernels/linear_table.py has them. --tokens: of a lane, as in steps that verify drafts. --context: keys
+of a lane. --what: what is changed. Every result must be finite, the same in 20 replays, and near the first.
+Exit status 1 where one is not.
 """
 
 from __future__ import annotations
 
 import argparse
+import itertools
 import json
 import sys
 import tempfile
@@ -46,9 +50,9 @@ from slipstream.loading.load import load_model  # noqa: E402
 from slipstream.models import maths_fused  # noqa: E402
 from slipstream.models.maths_fused import FusedLinear  # noqa: E402
 
-CONTEXT, BLOCK_SIZE = 384, 16
+BLOCK_SIZE = 16
 COMMON = {
-    "vocab_size": 1024, "max_position_embeddings": 1024, "torch_dtype": "bfloat16", "head_dim": 128,
+    "vocab_size": 1024, "max_position_embeddings": 32768, "torch_dtype": "bfloat16", "head_dim": 128,
     "num_key_value_heads": 8,
 }  # fmt: skip
 # Layers enough for weights to come from memory.
@@ -60,6 +64,11 @@ MODELS: dict[str, dict[str, Any]] = {
     "qwen": COMMON | {
         "architectures": ["Qwen3ForCausalLM"], "hidden_size": 1024, "intermediate_size": 3072,
         "num_attention_heads": 16, "num_hidden_layers": 28, "tie_word_embeddings": True,
+    },
+    "smollm2": COMMON | {
+        "architectures": ["LlamaForCausalLM"], "hidden_size": 576, "intermediate_size": 1536, "head_dim": 64,
+        "num_attention_heads": 9, "num_key_value_heads": 3, "num_hidden_layers": 30,
+        "tie_word_embeddings": True,
     },
 }  # fmt: skip
 
@@ -73,9 +82,10 @@ DECODES = tuple(
 VERIFIES = tuple(
     VerifyConfig(0, 0, *cut)
     for cut in (
-        (4, 32, 2, 3, 2), (8, 32, 2, 3, 2), (4, 32, 1, 3, 2), (8, 32, 1, 3, 2), (2, 32, 2, 3, 2),
-        (4, 64, 4, 3, 1), (2, 64, 4, 3, 1), (4, 32, 4, 3, 2), (4, 64, 2, 2, 1), (16, 32, 2, 3, 1),
-        (16, 32, 1, 3, 1), (1, 64, 4, 3, 1),
+        (32, 32, 2, 3, 2), (32, 32, 1, 3, 4), (32, 32, 4, 3, 3), (8, 32, 2, 3, 6), (8, 32, 4, 3, 2),
+        (2, 32, 2, 3, 2), (32, 64, 4, 3, 2), (32, 64, 4, 3, 4), (32, 64, 4, 3, 16), (8, 64, 4, 3, 3),
+        (2, 64, 4, 3, 16), (1, 64, 4, 3, 1), (32, 64, 2, 2, 3), (2, 64, 2, 2, 1), (1, 64, 4, 4, 1),
+        (1, 128, 4, 2, 1),
     )
 )
 # What is tried one after the other, and in which of three rounds: kernels are compiled before each.
@@ -99,8 +109,9 @@ class Choice:
 class Chain:
     """A model's layers and one decode batch of equal lengths over random pages."""
 
-    def __init__(self, name: str, folder: Path) -> None:
+    def __init__(self, name: str, folder: Path, context: int) -> None:
         folder.mkdir(parents=True)
+        self.context = context
         (folder / "config.json").write_text(json.dumps(MODELS[name]))
         self.spec = spec = read_spec(str(folder))
         self.model = load_model(
@@ -115,7 +126,7 @@ class Chain:
             "d": ("add", spec.hidden_size, spec.intermediate_size),
         }
         weights = sum(outputs * inputs * 2 for _, outputs, inputs in self.products.values())
-        self.bytes, self.lane_bytes = weights, CONTEXT * 2 * spec.num_kv_heads * spec.head_dim * 2
+        self.bytes, self.lane_bytes = weights, context * 2 * spec.num_kv_heads * spec.head_dim * 2
 
     def floor(self, lanes: int) -> float:
         """Microseconds a layer."""
@@ -123,7 +134,8 @@ class Chain:
 
     def step(self, lanes: int, each: int) -> Callable[[], torch.Tensor]:
         """each: tokens of a lane."""
-        blocks = CONTEXT // BLOCK_SIZE
+        context = self.context
+        blocks = context // BLOCK_SIZE
         attention = PagedTritonAttention(self.model.attention, BLOCK_SIZE, BF16, CUDA, max_lanes=lanes)
         attention.allocate(lanes * blocks + 1)
         generator = torch.Generator(device=CUDA).manual_seed(lanes)
@@ -132,12 +144,12 @@ class Chain:
             pool.values.normal_(generator=generator)
         ids = torch.randperm(lanes * blocks, device=CUDA, generator=generator)
         table = (ids + 1).int().view(lanes, blocks)
-        length = torch.full((lanes,), CONTEXT, dtype=torch.int32, device=CUDA)
+        length = torch.full((lanes,), context, dtype=torch.int32, device=CUDA)
         start = torch.arange(lanes + 1, device=CUDA).int() * each
         tokens = torch.arange(lanes * each, device=CUDA) + 7
-        last = torch.arange(each, device=CUDA)
-        position = (CONTEXT - each + last).repeat(lanes)
-        slot = (table[:, -1, None].long() * BLOCK_SIZE + BLOCK_SIZE - each + last).flatten()
+        own = torch.arange(context - each, context, device=CUDA)
+        position = own.repeat(lanes)
+        slot = (table[:, own // BLOCK_SIZE].long() * BLOCK_SIZE + own % BLOCK_SIZE).flatten()
         none = np.zeros(0, np.int32)
         batch = AttentionBatch(
             start, length, position, slot, torch.arange(lanes, device=CUDA), table, none, none, lanes, each
@@ -288,18 +300,21 @@ def main() -> int:
     parser.add_argument("--lanes", default="1,2,4,8")
     parser.add_argument("--tokens", type=int, default=1)
     parser.add_argument("--models", default="llama,qwen")
+    parser.add_argument("--context", type=int, default=384)
+    parser.add_argument("--what", default=",".join(itertools.chain(*ROUNDS)))
     args = parser.parse_args()
     begin = time.monotonic()
     capability = torch.cuda.get_device_capability()
     workers = Workers(capability)
     maths_fused._most_scratch = lambda *given: (8 * 256 * 4096, 1 << 14)  # whatever is tried
     with tempfile.TemporaryDirectory() as folder, torch.inference_mode():
-        chains = {name: Chain(name, Path(folder) / name) for name in args.models.split(",")}
+        chains = {name: Chain(name, Path(folder) / name, args.context) for name in args.models.split(",")}
         counts = [int(lanes) for lanes in args.lanes.split(",")]
         searches = [
             Search(name, chain, lanes, args.tokens) for lanes in counts for name, chain in chains.items()
         ]
-        for what in ROUNDS:
+        asked = args.what.split(",")
+        for what in filter(None, (tuple(each for each in round_ if each in asked) for round_ in ROUNDS)):
             launches = list_launches(lambda what=what: [search.launch_all(what) for search in searches])
             workers.compile(launches)
             workers = Workers(capability)
