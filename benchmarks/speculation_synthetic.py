@@ -25,7 +25,7 @@ from pathlib import Path
 from typing import Any
 
 DRAFTER = Path(__file__).parent / "drafters" / "EAGLE3-Llama-3.1-8B"
-REQUESTS = 16  # at each concurrency at least, one batch after the other
+REQUESTS, BATCHES = 16, 4  # at each concurrency at least, one batch after the other
 
 
 def parse() -> argparse.Namespace:
@@ -71,7 +71,7 @@ def main() -> None:
     for count in args.concurrency:
         batches = [
             [{"prompt_token_ids": rng.choices(range(vocab), k=args.input_len)} for _ in range(count)]
-            for _ in range(1 + max(REQUESTS // count, 2))
+            for _ in range(1 + max(REQUESTS // count, BATCHES))
         ]
         llm.generate(batches[0], params, use_tqdm=False)
         begin = time.perf_counter()

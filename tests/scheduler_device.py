@@ -263,6 +263,9 @@ class Varying(NoDrafting):
     def choose(self, lanes: int) -> int:
         return self._random.choice((0, 1, self._most))
 
+    def gain(self, limit: int) -> float:
+        return 1.0 + 0.6 * limit
+
 
 class Harness:
     """Scheduler and device with results that come late, and everything that was delivered."""

@@ -16,16 +16,25 @@ Tensor = torch.Tensor
 
 
 def add_rms_norm(
-    residual_TH: Tensor, delta_TH: Tensor, weight_H: Tensor, eps: float, out_dtype: torch.dtype
+    residual_TH: Tensor,
+    delta_TH: Tensor,
+    weight_H: Tensor,
+    eps: float,
+    out_dtype: torch.dtype,
+    copy_TH: Tensor | None = None,
 ) -> Tensor:
-    """Adds delta to the float32 residual in place; returns the normalised sum [T, H]. weight: float32."""
+    """Adds delta to the float32 residual in place; returns the normalised sum [T, H]. weight: float32. copy:
+    as rms_norm has it, of the sum."""
     _check(residual_TH, weight_H)
     if delta_TH.shape != residual_TH.shape or delta_TH.stride(1) != 1:
         raise ValueError("delta must be [T, H] like the residual, with rows of adjacent elements")
     if not use_triton(residual_TH):
-        return add_rms_norm_reference(residual_TH, delta_TH, weight_H, eps, out_dtype)
+        out_TH = add_rms_norm_reference(residual_TH, delta_TH, weight_H, eps, out_dtype)
+        if copy_TH is not None:
+            copy_TH.copy_(residual_TH)
+        return out_TH
     out_TH = torch.empty(residual_TH.shape, dtype=out_dtype, device=residual_TH.device)
-    _launch(residual_TH, delta_TH, residual_TH, weight_H, eps, out_TH, "add")
+    _launch(residual_TH, delta_TH, residual_TH, weight_H, eps, out_TH, "add", copy_TH)
     return out_TH
 
 
@@ -37,14 +46,22 @@ def add_rms_norm_reference(
 
 
 def rms_norm(
-    x_TH: Tensor, weight_H: Tensor, eps: float, out_dtype: torch.dtype, out_TH: Tensor | None = None
+    x_TH: Tensor,
+    weight_H: Tensor,
+    eps: float,
+    out_dtype: torch.dtype,
+    out_TH: Tensor | None = None,
+    copy_TH: Tensor | None = None,
 ) -> Tensor:
-    """x_TH: any float type. Returns out_dtype [T, H]: out, if given, whose rows' elements are adjacent."""
+    """x_TH: any float type. Returns out_dtype [T, H]: out, if given, whose rows' elements are adjacent. copy:
+    [T, H] of any float type, which gets x; its rows' elements are adjacent, too."""
     _check(x_TH, weight_H, x_TH.dtype)
     out_TH = _room(x_TH.shape, out_dtype, x_TH.device, out_TH)
     if not use_triton(x_TH):
+        if copy_TH is not None:
+            copy_TH.copy_(x_TH)
         return out_TH.copy_(rms_norm_reference(x_TH, weight_H, eps, out_dtype))
-    _launch(x_TH, x_TH, x_TH, weight_H, eps, out_TH, "plain")
+    _launch(x_TH, x_TH, x_TH, weight_H, eps, out_TH, "plain", copy_TH)
     return out_TH
 
 
@@ -62,10 +79,10 @@ def embed_rms_norm(
     out_TH: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
     """Rows of a table, as a step's first residual: float32 [T, H], and its norm in out_dtype (out, if given,
-    whose rows' elements are adjacent). token: int64, below V."""
+    whose rows' elements are adjacent). token: int32 or int64, below V."""
     _check(embed_VH, weight_H, embed_VH.dtype)
-    if token_T.dim() != 1 or token_T.dtype != torch.int64:
-        raise ValueError("tokens must be int64 [T]")
+    if token_T.dim() != 1 or token_T.dtype not in (torch.int32, torch.int64):
+        raise ValueError("tokens must be int32 or int64 [T]")
     shape = torch.Size((token_T.shape[0], embed_VH.shape[1]))
     out_TH = _room(shape, out_dtype, embed_VH.device, out_TH)
     if not use_triton(embed_VH):
@@ -100,9 +117,13 @@ def _check(x_TH: Tensor, weight_H: Tensor, dtype: torch.dtype = torch.float32) -
 
 
 def _launch(
-    x_TH: Tensor, delta_TH: Tensor, sum_TH: Tensor, weight_H: Tensor, eps: float, out_TH: Tensor, mode: str
+    x_TH: Tensor, delta_TH: Tensor, sum_TH: Tensor, weight_H: Tensor, eps: float, out_TH: Tensor, mode: str,
+    copy_TH: Tensor | None = None,
 ) -> None:
     tokens, hidden = out_TH.shape
+    to_TH = out_TH if copy_TH is None else copy_TH
+    if to_TH.shape != out_TH.shape or to_TH.stride(1) != 1:
+        raise ValueError("copy must be [T, H], with rows of adjacent elements")
     if tokens == 0:
         return
     block = next_power_of_2(hidden)
@@ -112,14 +133,17 @@ def _launch(
         sum_TH,
         weight_H,
         out_TH,
+        to_TH,
         eps,
         x_TH.stride(0),
         delta_TH.stride(0),
         sum_TH.stride(0),
         out_TH.stride(0),
+        to_TH.stride(0),
         WIDTH=hidden,
         BLOCK=block,
         MODE=mode,
+        COPIES=copy_TH is not None,
         **pdl_options(out_TH),
         num_warps=min(max(block // 512, 1), 16),
     )
@@ -132,14 +156,17 @@ def _norm_kernel(
     total: Arg,
     weight: Arg,
     out: Arg,
+    copy: Arg,
     eps: Arg,
     x_stride: Arg,
     delta_stride: Arg,
     total_stride: Arg,
     out_stride: Arg,
+    copy_stride: Arg,
     WIDTH: tl.constexpr,
     BLOCK: tl.constexpr,
     MODE: tl.constexpr,
+    COPIES: tl.constexpr,
     PDL: tl.constexpr,
 ) -> None:
     token = tl.program_id(0).to(tl.int64)
@@ -149,11 +176,13 @@ def _norm_kernel(
     # The weights of the product that follows may be on their way meanwhile. The embedding, a step's first
     # kernel, holds back: what follows it may count on all that came before the step's layers.
     pdl_begin(PDL, MODE != "embed")
-    source = tl.load(delta + token) if MODE == "embed" else token
+    source = tl.load(delta + token * delta_stride).to(tl.int64) if MODE == "embed" else token
     value = tl.load(x + source * x_stride + column, mask=inside, other=0.0).to(tl.float32)
     if MODE == "add":
         value += tl.load(delta + token * delta_stride + column, mask=inside, other=0.0).to(tl.float32)
     if MODE != "plain":
         tl.store(total + token * total_stride + column, value, mask=inside)
+    if COPIES:
+        tl.store(copy + token * copy_stride + column, value.to(copy.dtype.element_ty), mask=inside)
     rstd = tl.rsqrt(tl.sum(value * value, 0) / WIDTH + eps)
     tl.store(out + token * out_stride + column, (value * rstd * scale).to(out.dtype.element_ty), mask=inside)

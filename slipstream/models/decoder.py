@@ -145,7 +145,7 @@ class Decoder:
         for (index, layer), next_norm in zip(self._layers, [*following, None], strict=True):
             for source, part_TH in wanted:
                 if source == index:
-                    part_TH.copy_(step.residual())
+                    step.save(part_TH)
             qkv_TN = step.project(layer.attention_norm, layer.qkv)
             step.add(layer.o, step.mix(index, layer.heads, qkv_TN, attend), layer.mlp_norm)
             step.add(layer.down, step.project_gated(layer.mlp_norm, layer.gate_up), next_norm)
@@ -153,7 +153,7 @@ class Decoder:
         ran = dict(self._layers)
         for source, part_TH in wanted:
             if source not in ran:
-                part_TH.copy_(step.residual())
+                step.save(part_TH)
         return step.finish(self._final_norm), aux_TX
 
     def of_each_kind(self) -> Decoder:

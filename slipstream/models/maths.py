@@ -45,12 +45,21 @@ class Pass(Protocol):
         AttendQkv where the maths need one."""
         ...
 
+    def keep(self, row_L: Tensor, mixed_TN: Tensor) -> Tensor:
+        """From now on there are these tokens (int64) alone, and nothing more is mixed. Returns theirs of what
+        mix() gave."""
+        ...
+
     def add(self, linear: Any, x_TK: Tensor, norm: Any | None = None) -> None:
         """residual += linear(x). norm: what the next project() will be given, if one follows at once."""
         ...
 
     def residual(self) -> Tensor:
         """The residual as it stands, float32 [T, H]; what follows changes it."""
+        ...
+
+    def save(self, out_TH: Tensor) -> None:
+        """The residual as it stands goes to out, at the next norm at the latest."""
         ...
 
     def finish(self, norm: Any) -> Tensor:
@@ -82,7 +91,7 @@ class Maths(Protocol):
     def open(
         self, embed: Embedding, rotary: Rotary, first_norm: Any, token_T: Tensor, position_T: Tensor
     ) -> Pass:
-        """token_T, position_T: int64. first_norm: what the first project() will be given."""
+        """token_T: int32 or int64; position_T: int64. first_norm: what the first project() will be given."""
         ...
 
     def resume(self, rotary: Rotary, residual_TH: Tensor, position_T: Tensor) -> Pass:
@@ -95,12 +104,7 @@ class Maths(Protocol):
         ...
 
     def embedded(self, norm: Any, embed: Embedding, token_T: Tensor, out_TH: Tensor) -> Tensor:
-        """norm(embed(token)) into out, of activation_dtype. token_T: int64."""
-        ...
-
-    def chosen(self, norm: Any, x_TH: Tensor, row_L: Tensor) -> tuple[Tensor, Tensor]:
-        """Rows of x, which is float32: [L, H] as they are, and norm of them in activation_dtype. row_L:
-        int64."""
+        """norm(embed(token)) into out, of activation_dtype. token_T: int32 or int64."""
         ...
 
     def logits(self, head: Any, hidden_NH: Tensor) -> Tensor:

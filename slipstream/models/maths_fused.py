@@ -141,9 +141,6 @@ class FusedMaths:
         weight_K, eps, dtype = norm.norm.weight_K, norm.norm.eps, self.activation_dtype
         return embed_rms_norm(token_T, embed.weight_VH, weight_K, eps, dtype, out_TH)[1]
 
-    def chosen(self, norm: FusedNorm, x_TH: Tensor, row_L: Tensor) -> tuple[Tensor, Tensor]:
-        return embed_rms_norm(row_L, x_TH, norm.norm.weight_K, norm.norm.eps, self.activation_dtype)
-
     def logits(self, head: FusedLinear, hidden_NH: Tensor) -> Tensor:
         return head(hidden_NH)
 
@@ -169,15 +166,17 @@ class FusedPass:
         self._ready_TH = ready_TH  # the embedding's kernel has normed already
         self._delta_TH: Tensor | None = None
         self._scaled: Scaled | None = None
+        self._copy_TH: Tensor | None = None
 
     def _normed(self, norm: Norm) -> Tensor:
         ready_TH, self._ready_TH, self._scaled = self._ready_TH, None, None
         if ready_TH is not None:
             return ready_TH
         delta_TH, self._delta_TH = self._delta_TH, None
+        weight_K, eps, copy_TH, self._copy_TH = norm.weight_K, norm.eps, self._copy_TH, None
         if delta_TH is None:
-            return rms_norm(self._residual_TH, norm.weight_K, norm.eps, self._dtype)
-        return add_rms_norm(self._residual_TH, delta_TH, norm.weight_K, norm.eps, self._dtype)
+            return rms_norm(self._residual_TH, weight_K, eps, self._dtype, copy_TH=copy_TH)
+        return add_rms_norm(self._residual_TH, delta_TH, weight_K, eps, self._dtype, copy_TH)
 
     def _input(self, norm: Norm) -> Tensor | Scaled:
         """What a product takes that can finish a norm."""
@@ -201,6 +200,10 @@ class FusedPass:
         qkv_TXD = qkv_TN.view(len(qkv_TN), -1, heads.head_dim)
         return attend.from_qkv(layer, qkv_TXD, heads.prep).flatten(1)
 
+    def keep(self, row_L: Tensor, mixed_TN: Tensor) -> Tensor:
+        self._residual_TH = self.residual()[row_L]
+        return mixed_TN[row_L]
+
     def add(self, linear_: FusedLinear, x_TK: Tensor, norm: FusedNorm | None = None) -> None:
         config = linear_.config("add", len(x_TK))
         if config is None:
@@ -214,6 +217,12 @@ class FusedPass:
     def residual(self) -> Tensor:
         delta_TH, self._delta_TH = self._delta_TH, None
         return self._residual_TH if delta_TH is None else self._residual_TH.add_(delta_TH)
+
+    def save(self, out_TH: Tensor) -> None:
+        if self._copy_TH is None and self._ready_TH is None and self._scaled is None:
+            self._copy_TH = out_TH  # the norm that comes next has a kernel
+        else:
+            out_TH.copy_(self.residual())
 
     def finish(self, norm: FusedNorm) -> Tensor:
         return self._normed(norm.norm)

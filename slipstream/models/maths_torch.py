@@ -72,10 +72,6 @@ class TorchMaths:
     def embedded(self, norm: RMSNorm, embed: Embedding, token_T: Tensor, out_TH: Tensor) -> Tensor:
         return self.normed(norm, embed(token_T), out_TH)
 
-    def chosen(self, norm: RMSNorm, x_TH: Tensor, row_L: Tensor) -> tuple[Tensor, Tensor]:
-        x_LH = x_TH[row_L]
-        return x_LH, norm(x_LH)
-
     def logits(self, head: Linear, hidden_NH: Tensor) -> Tensor:
         count = len(hidden_NH)
         return head(_padded(hidden_NH, self._linear.even_rows(count)))[:count].float()
@@ -85,7 +81,7 @@ class TorchPass:
     """See Pass. Rows are padded to the count at which results do not depend on the batch."""
 
     def __init__(self, linear: LinearBackend, residual_TH: Tensor, turn: Turn) -> None:
-        self._tokens = len(residual_TH)
+        self._linear, self._tokens = linear, len(residual_TH)
         self._rows = linear.even_rows(self._tokens)
         self._residual_MH = _padded(residual_TH, self._rows)
         self._turn = turn
@@ -103,11 +99,19 @@ class TorchPass:
         query, key = qk_TYD[:, : heads.num_heads], qk_TYD[:, heads.num_heads :]
         return _padded(attend(layer, query, key, qkv_TXD[:, turning:]).flatten(1), self._rows)
 
+    def keep(self, row_L: Tensor, mixed_TN: Tensor) -> Tensor:
+        self._tokens, self._rows = len(row_L), self._linear.even_rows(len(row_L))
+        self._residual_MH = _padded(self._residual_MH[row_L], self._rows)
+        return _padded(mixed_TN[row_L], self._rows)
+
     def add(self, linear: Linear, x_TK: Tensor, norm: RMSNorm | None = None) -> None:
         self._residual_MH.add_(linear(x_TK))
 
     def residual(self) -> Tensor:
         return self._residual_MH[: self._tokens]
+
+    def save(self, out_TH: Tensor) -> None:
+        out_TH.copy_(self.residual())
 
     def finish(self, norm: RMSNorm) -> Tensor:
         return norm(self._residual_MH)[: self._tokens]

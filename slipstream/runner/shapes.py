@@ -19,6 +19,9 @@ GREEDY, SAMPLED, FULL = "greedy", "sampled", "full"
 FEW_LANES = (16, 64)
 # Beyond so many lanes a step with drafts takes every fourth bucket: padding costs little beside them.
 DRAFT_LANES_STEP = 64
+# Up to so many lanes a step with drafts has a graph of its own where all rows are greedy: it is short enough
+# for that to show.
+GREEDY_DRAFT_LANES = 16
 # Positions that a step with drafts samples at most, unless lanes alone are more: logits take their memory.
 MOST_SAMPLES, MOST_FULL_SAMPLES = 1024, 512
 # Positions of a mixed step with drafts, for each of its lanes.
@@ -113,7 +116,8 @@ class Shapes:
         if not limit:
             return None
         drafts = self._limits[-1] if self._uneven else limit
-        return Shape(lanes, tokens, True, FULL if full else SAMPLED, count, drafts, tokens)
+        stage = SAMPLED if stage == GREEDY and lanes > GREEDY_DRAFT_LANES else stage
+        return Shape(lanes, tokens, True, stage, count, drafts, tokens)
 
     def _mixed(self, lanes: int, tokens: int, stage: str, count: int, drafts: bool) -> Shape:
         """Lanes that use rare features verify none beside prompts, but their drafter goes on."""
@@ -127,7 +131,9 @@ class Shapes:
         found = [Shape(n, n, True, stage, -1, 0, n) for n in self._decode for stage in (GREEDY, SAMPLED)]
         found += [Shape(n, n, True, FULL, count, 0, n) for n in self._few for count in (-1, top)]
         for limit in self._limits:
-            verify = [self._verify(n, limit, SAMPLED, -1) for n in self._drafting]
+            verify: list[Shape | None] = []
+            for stage in (GREEDY, SAMPLED):
+                verify += [self._verify(n, limit, stage, -1) for n in self._drafting]
             verify += [self._verify(n, limit, FULL, count) for n in self._few for count in (-1, top)]
             found += [shape for shape in verify if shape is not None]
         for tokens in self._tokens:

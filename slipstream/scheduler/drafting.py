@@ -45,6 +45,10 @@ class Drafting(Protocol):
         """Drafts a lane that the next step, of so many decode lanes, has room for."""
         ...
 
+    def gain(self, limit: int) -> float:
+        """Tokens that a row is expected to have of a step with room for so many drafts a lane."""
+        ...
+
     def learn(self, lanes: int, limit: int, drafted: Array, taken: Array, seconds: float) -> None:
         """A step's result. lanes: decode lanes planned; drafted, taken: int32 [n], drafts that each which
         lived verified, and those of them that were right; seconds on the device, 0 where they say nothing of
@@ -59,6 +63,9 @@ class NoDrafting:
 
     def choose(self, lanes: int) -> int:
         return 0
+
+    def gain(self, limit: int) -> float:
+        return 1.0
 
     def learn(self, lanes: int, limit: int, drafted: Array, taken: Array, seconds: float) -> None:
         """There is nothing to choose."""
@@ -171,6 +178,9 @@ class DraftPolicy:
         ]
         group.turn += 1
         return others[(group.turn - 1) % len(others)] if others else group.limit
+
+    def gain(self, limit: int) -> float:
+        return float(self.tokens()[limit])
 
     def tokens(self) -> Array:
         """float64 [K + 1]: expected tokens of a lane's step, by limit."""

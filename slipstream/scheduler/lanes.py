@@ -94,6 +94,19 @@ NO_KEYS = np.empty(0, np.int64)
 EMPTY_LANES = Lanes(NO_ROWS, NO_ROWS, NO_ROWS, np.empty(0, np.bool_), NO_KEYS, NO_ROWS, ())
 
 
+def are_ending(columns: RowColumns, rows: Array, gain: float) -> bool:
+    """Whether every row is likely to end, each with so many tokens more than are known."""
+    return bool((columns.length[rows] + gain >= columns.max_len[rows]).all())
+
+
+def give_back(columns: RowColumns, rows: Array, width: int, counts: Array, owned: Array | None) -> bool:
+    """Bounds assumed that each of a step's decode rows gains `width` tokens; give back those that it did not.
+    owned: bool [L], or None for all. Returns whether there were any."""
+    unused = width - counts if owned is None else (width - counts) * owned[: len(counts)]
+    columns.computed_bound[rows] -= unused
+    return bool(unused.any())
+
+
 def length_bound(columns: RowColumns, lanes: Lanes, width: int) -> int:
     """Most KV positions of any lane after the next step, in which decode lanes gain up to `width`. Bounds are
     settled."""

@@ -28,9 +28,10 @@ from slipstream.scheduler.lanes import (
     Chunk,
     Flight,
     Grants,
-    Lanes,
     affordable_drafts,
+    are_ending,
     blocks_short,
+    give_back,
     length_bound,
     make_lanes,
     quiet_tokens,
@@ -194,6 +195,10 @@ class Scheduler:
         config, pool, preempted = self.config, self._rows.pool, False
         rows = self._columns.decoding(len(self._flight))
         waits = bool(self._prefills) or self._may_admit()
+        if drafts and not waits and self._flight:
+            # A step that most likely nobody needs would only be in the way of who comes next.
+            gain = sum(self._drafting.gain(flight.share) for flight in self._flight)
+            rows = rows[:0] if are_ending(self._columns, rows, gain) else rows
         drafts = affordable_drafts(drafts, len(rows), config.max_num_batched_tokens, waits)
         width = 1 + config.most_drafts(drafts)
         needed = blocks_short(self._columns, rows, config, width, 0)
@@ -326,22 +331,13 @@ class Scheduler:
         counts = result.num_tokens[:decodes]
         live = counts > 0 if owned is None else (counts > 0) & owned[:decodes]
         shown = counts[:0], counts[:0]
-        if flight.drafts:
-            self._tighten(lanes, 1 + flight.drafts, counts, owned)
+        if flight.drafts and give_back(self._columns, lanes.decode_row, 1 + flight.drafts, counts, owned):
+            # A row whose bound stood at its limit may run again.
+            self._stale |= int((self._columns.phase == DECODE).sum()) > len(self._lanes)
         if flight.drafts and result.drafted is not None:
             shown = count_drafts(self._columns, self._counts, lanes.decode_row, counts, result.drafted, live)
         self._drafting.learn(decodes, flight.share, *shown, 0.0 if lanes.chunks else seconds)
         return result.drafted if flight.drafts else None
-
-    def _tighten(self, lanes: Lanes, width: int, counts: Array, owned: Array | None) -> None:
-        """Bounds assumed every draft to be taken; give back those that were not. A row whose bound stood at
-        its limit may run again."""
-        unused = width - counts
-        if owned is not None:
-            unused = unused * owned[: len(counts)]
-        if unused.any():
-            self._columns.computed_bound[lanes.decode_row] -= unused
-            self._stale |= int((self._columns.phase == DECODE).sum()) > len(self._lanes)
 
     def _finish(self, rows: Array, finish: Array) -> None:
         for place in np.flatnonzero(finish).tolist():

@@ -47,7 +47,7 @@ class DraftModel:
             position_L = passes.lanes.position_PL[number]
             hidden_LH = self._model.forward(token_L, position_L, passes.attend(number))
             choose_draft(self._model.logits(hidden_LH), token_LK[:, number], noise=passes.noise(number))
-            token_L = token_LK[:, number].long()
+            token_L = token_LK[:, number]
         return Drafts(token_LK, passes.lanes.count_L)
 
 

@@ -100,7 +100,7 @@ class Eagle:
         token_LK = empty_drafts(step, drafts)
         for number in range(drafts):
             if number:
-                token_L, position_L = token_LK[:, number - 1].long(), passes.lanes.position_PL[number - 1]
+                token_L, position_L = token_LK[:, number - 1], passes.lanes.position_PL[number - 1]
                 attend = passes.attend(number - 1)
                 hidden_LH, ready_LH = head.forward(token_L, hidden_LH, position_L, attend, None)
             choose_draft(head.logits(ready_LH), token_LK[:, number], head.ids_D, passes.noise(number))

@@ -71,12 +71,13 @@ class Eagle3Head:
         state_TH = maths.normed(self._hidden_norm, hidden_TH, joined_TX[:, hidden:])
         residual_TH = state_TH.to(torch.float32, copy=True) if self._normed_residual else hidden_TH.float()
         step = maths.resume(self._rotary, residual_TH, position_T)
-        step.add(layer.o, step.mix(0, layer.heads, layer.qkv(joined_TX), attend), layer.mlp_norm)
+        mixed_TN = step.mix(0, layer.heads, layer.qkv(joined_TX), attend)
+        if source_L is not None:  # the others are there for their K and V
+            mixed_TN = step.keep(source_L, mixed_TN)
+        step.add(layer.o, mixed_TN, layer.mlp_norm)
         step.add(layer.down, step.project_gated(layer.mlp_norm, layer.gate_up))
-        if source_L is not None:
-            return maths.chosen(self._norm, step.residual(), source_L)
-        ready_TH = step.finish(self._norm)
-        return step.residual(), ready_TH
+        ready_LH = step.finish(self._norm)
+        return step.residual(), ready_LH
 
     def logits(self, ready_LH: Tensor) -> Tensor:
         return self._maths.logits(self._lm_head, ready_LH)

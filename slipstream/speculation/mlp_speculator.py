@@ -105,7 +105,7 @@ class MlpSpeculator:
             mixed_LI = _unit(stage.proj(state_LI).float() + token_LI * self._token_weight)
             state_LI = F.gelu(mixed_LI * stage.scale_I + stage.shift_I).to(dtype)
             choose_draft(self._maths.logits(stage.head, state_LI), token_LK[:, number])
-            token_L = token_LK[:, number].long()
+            token_L = token_LK[:, number]
         return Drafts(token_LK, lanes.count_L)
 
 

@@ -40,8 +40,8 @@ def attend_step(step: DraftStep, first: int) -> Attend:
 
 
 def choose_rows(hidden_TH: Tensor, source_L: Tensor) -> Tensor:
-    """[L, H]. The clamp is for trials that compute nothing (kernels/precompile.py)."""
-    return hidden_TH.index_select(0, source_L.clamp(0, len(hidden_TH) - 1))
+    """[L, H]. source_L: DraftStep's. Not index_select(), which takes 8 to 11 us for up to 16 rows of 4,096."""
+    return hidden_TH[source_L]
 
 
 @dataclass(frozen=True, slots=True)

@@ -149,10 +149,12 @@ def norm_error(dtype: torch.dtype) -> float:
         delta = torch.randn(tokens, width + 8, device=CUDA).to(dtype)[:, :width]
         total = x.double() + delta.double()
         normed = total / (total.square().mean(1, keepdim=True) + 1e-5).sqrt() * weight.double()
-        out = rms_norm.add_rms_norm(x, delta, weight, 1e-5, dtype)
-        worst = max(worst, error_of(out, normed), error_of(x, total))
-        worst = max(worst, error_of(rms_norm.rms_norm(x, weight, 1e-5, dtype), normed))
-        token = torch.randint(0, tokens, (9,), device=CUDA)
+        copies = torch.empty(tokens, 3, width, dtype=dtype, device=CUDA)
+        out = rms_norm.add_rms_norm(x, delta, weight, 1e-5, dtype, copies[:, 0])
+        worst = max(worst, error_of(out, normed), error_of(x, total), error_of(copies[:, 0], total))
+        out = rms_norm.rms_norm(x, weight, 1e-5, dtype, copy_TH=copies[:, 2])
+        worst = max(worst, error_of(out, normed), error_of(copies[:, 2], total))
+        token = torch.randint(0, tokens, (9, 2), device=CUDA).int()[:, 0]
         residual, out = rms_norm.embed_rms_norm(token, delta, weight, 1e-5, dtype)
         wanted, plain = rms_norm.embed_rms_norm_reference(token, delta, weight, 1e-5, torch.float32)
         worst = max(worst, error_of(residual, wanted), error_of(out, plain))

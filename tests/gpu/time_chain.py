@@ -75,7 +75,8 @@ MODELS: dict[str, dict[str, Any]] = {
 DECODES = tuple(
     DecodeConfig(splits, tile, warps, 3, min_tiles, early=early)
     for splits, tile, warps, min_tiles in (
-        (32, 32, 1, 3), (32, 32, 1, 1), (16, 32, 1, 1), (8, 32, 1, 3), (8, 64, 4, 1), (4, 32, 1, 3)
+        (32, 32, 1, 3), (32, 32, 1, 1), (16, 32, 1, 1), (8, 32, 1, 3), (8, 64, 4, 1), (4, 32, 1, 3),
+        (8, 64, 4, 3), (2, 64, 4, 16), (8, 32, 4, 3), (2, 32, 4, 32), (8, 64, 2, 3), (2, 64, 2, 16),
     )
     for early in (False, True)
 )

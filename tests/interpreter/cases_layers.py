@@ -49,10 +49,26 @@ def test_a_plain_norm_leaves_its_input(tokens, width, run):
     assert torch.equal(x, before)
 
 
+@pytest.mark.parametrize("tokens,width", SHAPES)
+@pytest.mark.parametrize("run", [add_rms_norm, rms_norm])
+def test_what_is_normed_may_be_copied_besides(tokens, width, run):
+    torch.manual_seed(width)
+    x, weight, copy = gappy(tokens, width), torch.randn(width), gappy(tokens, width)
+    beside, given = copy._base[:, width:].clone(), (x, gappy(tokens, width)) if run is add_rms_norm else (x,)
+    plain = run(*(each.clone() for each in given), weight, EPS, torch.float32)
+    out = run(*given, weight, EPS, torch.float32, copy_TH=copy)
+    assert torch.equal(out, plain)
+    assert torch.equal(copy, x), "the sum, where there is one"
+    assert torch.equal(copy._base[:, width:], beside)
+
+
+@pytest.mark.parametrize(
+    "token", [torch.tensor([49, 0, 7, 7]), torch.tensor([[49, 1], [0, 1], [7, 1]]).int()[:, 0]]
+)
 @pytest.mark.parametrize("run", [embed_rms_norm, embed_rms_norm_reference])
-def test_embedding_starts_the_residual(run):
+def test_embedding_starts_the_residual(run, token):
     torch.manual_seed(0)
-    embed, weight, token = gappy(50, 96, torch.bfloat16), torch.randn(96), torch.tensor([49, 0, 7, 7])
+    embed, weight = gappy(50, 96, torch.bfloat16), torch.randn(96)
     residual, out = run(token, embed, weight, EPS, torch.float32)
     assert torch.equal(residual, embed.float()[token])
     torch.testing.assert_close(out.double(), norm64(residual, weight), atol=1e-5, rtol=1e-5)

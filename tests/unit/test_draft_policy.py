@@ -11,6 +11,7 @@ import pytest
 from drafters import FixedDrafting
 from scheduler_device import Harness, make_request
 
+from slipstream.contracts.request import EngineRequest
 from slipstream.scheduler.drafting import LAST_PROBE, PROBE_STEPS, DraftPolicy
 
 LAG = 2  # steps in flight
@@ -253,3 +254,47 @@ def test_a_row_near_its_end_goes_on_until_steps_in_flight_end_it_for_certain(une
         assert len(harness.late) == min(2, left)
         harness.apply()
     harness.finish_all()
+
+
+class Expecting(FixedDrafting):
+    def gain(self, limit: int) -> float:
+        return 3.0
+
+
+def ending_row(*others: EngineRequest) -> Harness:
+    """Row of key 3 that has at most three tokens to go and one step in flight, the oldest."""
+    harness = Harness(tokens_per_step=5, uneven_drafts=True)
+    harness.scheduler._drafting = Expecting(4)
+    harness.add(make_request(3, 5, 30, ignore_eos=True), *others)
+    while len(harness.tokens[3]) < 27:
+        harness.schedule()
+        harness.apply()
+    assert 3 not in harness.finish
+    assert harness.schedule()
+    return harness
+
+
+def test_a_step_that_most_likely_nobody_needs_is_not_planned() -> None:
+    """Who comes next would have to wait for it."""
+    harness = ending_row()
+    assert not harness.schedule()
+    harness.apply()
+    assert 3 in harness.finish or harness.schedule(), "it has not ended, so it goes on"
+    harness.finish_all()
+
+
+def test_a_row_that_is_ending_goes_on_in_steps_that_others_need() -> None:
+    harness = ending_row(make_request(4, 5, 50, ignore_eos=True))
+    assert harness.schedule() and len(harness.plans[-1].lane_row) == 2
+    harness.finish_all()
+    harness = ending_row()
+    harness.add(make_request(4, 5, 50, ignore_eos=True))
+    assert harness.schedule() and len(harness.plans[-1].lane_row) == 2
+    harness.finish_all()
+
+
+def test_the_policy_expects_of_a_step_what_its_drafts_have_brought() -> None:
+    device = Device(16, [0.7, 0.5], linear(1e-3, 1e-5))
+    device.run(2000)
+    assert device.policy.gain(0) == 1
+    assert device.policy.gain(2) == pytest.approx(1 + 0.7 + 0.35, abs=0.1)

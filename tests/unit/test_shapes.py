@@ -90,6 +90,14 @@ def test_a_step_with_drafts_fits_into_a_captured_shape(lanes, prefill, features,
             assert room >= share and shape.drafts >= drafts, "there is room for all"
 
 
+@pytest.mark.parametrize(("lanes", "stage"), [(1, GREEDY), (16, GREEDY), (17, SAMPLED), (100, SAMPLED)])
+def test_greedy_rows_that_draft_have_shapes_of_their_own_where_steps_are_short(lanes, stage):
+    find = DRAFTING[3, False].find
+    step = dict(decode=True, num_logprobs=-1, drafts=3, room=3 * lanes)
+    assert find(lanes, lanes, features=(), **step).stage == stage
+    assert find(lanes, lanes, features={"temperature"}, **step).stage == SAMPLED
+
+
 def test_without_drafts_the_shapes_are_those_of_an_engine_that_has_none():
     plain, drafting = SHAPES.all(), DRAFTING[3, False].all()
     assert [s for s in drafting if s in plain] == [s for s in plain if s.decode or s.stage != FULL]
