@@ -5,9 +5,9 @@
 
 Rows come and go, prompts come in pieces, rows preempt each other, every sampling feature is in use, plainly
 and with n-gram and suffix drafts. --eager: without graphs; with PYTORCH_NO_CUDA_MEMORY_CACHING=1 every tensor
-is then an allocation of its own, so that no access beyond one lands in its neighbour. Families and methods can
-run side by side. Run it without the sanitizer first, with the same TRITON_CACHE_DIR: a family with a method then
-takes half a minute under it, and many where kernels are compiled, too.
+is then an allocation of its own, so that no access beyond one lands in its neighbour. Families and methods
+can run side by side. Run it without the sanitizer first, with the same TRITON_CACHE_DIR: a family with a
+method then takes half a minute under it, and many where kernels are compiled, too.
 """
 
 from __future__ import annotations
