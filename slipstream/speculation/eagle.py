@@ -37,7 +37,7 @@ from slipstream.models.llama import Llama
 from slipstream.models.maths import Maths, Sized
 from slipstream.models.qwen3 import Qwen3
 from slipstream.rows.columns import Column, RowWriter
-from slipstream.speculation.passes import attend_step, choose_rows, empty_drafts, lane_passes
+from slipstream.speculation.passes import attend_step, empty_drafts, lane_passes
 from slipstream.speculation.protocol import Drafts, DraftStep
 from slipstream.speculation.target import Target, Weights
 
@@ -159,11 +159,12 @@ class EagleHead:
                 qkv_TN = layer.qkv(step.residual().to(self._dtype))
             else:
                 qkv_TN = step.project(layer.attention_norm, layer.qkv)
-            step.add(layer.o, step.mix(number, layer.heads, qkv_TN, attend), layer.mlp_norm)
+            mixed_TN = step.mix(number, layer.heads, qkv_TN, attend)
+            if source_L is not None and number + 1 == len(self._layers):  # as in eagle3.py
+                mixed_TN = step.keep(source_L, mixed_TN)
+            step.add(layer.o, mixed_TN, layer.mlp_norm)
             step.add(layer.down, step.project_gated(layer.mlp_norm, layer.gate_up))
         hidden_LH = step.residual()
-        if source_L is not None:
-            hidden_LH = choose_rows(hidden_LH, source_L)
         ready_LH = self._maths.normed(self._norms[1], hidden_LH) if self._norms else hidden_LH.to(self._dtype)
         return hidden_LH, ready_LH
 
