@@ -201,6 +201,7 @@ class FusedPass:
         return attend.from_qkv(layer, qkv_TXD, heads.prep).flatten(1)
 
     def keep(self, row_L: Tensor, mixed_TN: Tensor) -> Tensor:
+        # Not by index_select(): its kernel for few rows is slow.
         self._residual_TH = self.residual()[row_L]
         return mixed_TN[row_L]
 

@@ -176,8 +176,9 @@ class DraftPolicy:
             if limit > group.limit
             or (limit < group.limit and (group.told.get(limit, 0) < SURE or speeds[limit] >= least))
         ]
+        chosen = others[group.turn % len(others)] if others else group.limit
         group.turn += 1
-        return others[(group.turn - 1) % len(others)] if others else group.limit
+        return chosen
 
     def gain(self, limit: int) -> float:
         return float(self.tokens()[limit])

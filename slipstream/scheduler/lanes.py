@@ -5,6 +5,7 @@ Legend: L lanes, D decode lanes (they come first).
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import dataclass
 
 import numpy as np
@@ -94,9 +95,13 @@ NO_KEYS = np.empty(0, np.int64)
 EMPTY_LANES = Lanes(NO_ROWS, NO_ROWS, NO_ROWS, np.empty(0, np.bool_), NO_KEYS, NO_ROWS, ())
 
 
-def are_ending(columns: RowColumns, rows: Array, gain: float) -> bool:
-    """Whether every row is likely to end, each with so many tokens more than are known."""
-    return bool((columns.length[rows] + gain >= columns.max_len[rows]).all())
+def are_ending(columns: RowColumns, rows: Array, gains: Iterable[float]) -> bool:
+    """Whether the steps in flight are likely to end every row. gains: tokens that each is expected to bring,
+    asked for only where they could. Bounds are settled."""
+    max_len = columns.max_len[rows]
+    if (columns.computed_bound[rows] + 1 < max_len).any():
+        return False
+    return bool((columns.length[rows] + sum(gains) >= max_len).all())
 
 
 def give_back(columns: RowColumns, rows: Array, width: int, counts: Array, owned: Array | None) -> bool:

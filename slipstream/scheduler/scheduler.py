@@ -195,10 +195,9 @@ class Scheduler:
         config, pool, preempted = self.config, self._rows.pool, False
         rows = self._columns.decoding(len(self._flight))
         waits = bool(self._prefills) or self._may_admit()
-        if drafts and not waits and self._flight:
-            # A step that most likely nobody needs would only be in the way of who comes next.
-            gain = sum(self._drafting.gain(flight.share) for flight in self._flight)
-            rows = rows[:0] if are_ending(self._columns, rows, gain) else rows
+        gains = (self._drafting.gain(flight.share) for flight in self._flight)
+        if drafts and not waits and are_ending(self._columns, rows, gains):
+            rows = rows[:0]  # a step that most likely nobody needs would only be in the way of who comes next
         drafts = affordable_drafts(drafts, len(rows), config.max_num_batched_tokens, waits)
         width = 1 + config.most_drafts(drafts)
         needed = blocks_short(self._columns, rows, config, width, 0)

@@ -25,7 +25,7 @@ from slipstream.layers.linear import Linear
 from slipstream.loading.drafter_files import DrafterFiles
 from slipstream.models.maths import Maths
 from slipstream.rows.columns import Column, RowWriter
-from slipstream.speculation.passes import choose_rows, empty_drafts
+from slipstream.speculation.passes import empty_drafts
 from slipstream.speculation.protocol import Drafts, DraftStep
 from slipstream.speculation.target import Target, Weights
 
@@ -72,7 +72,7 @@ class Medusa:
         """Rows have nothing of it."""
 
     def propose(self, step: DraftStep) -> Drafts:
-        hidden_LH = choose_rows(step.hidden_TH, step.source_L)
+        hidden_LH = step.hidden_TH[step.source_L]
         drafts = min(len(self._blocks), step.num_drafts)
         token_LK = empty_drafts(step, drafts)
         for head in range(drafts):

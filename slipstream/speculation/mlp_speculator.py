@@ -28,7 +28,7 @@ from slipstream.loading.drafter_files import DrafterFiles
 from slipstream.models.maths import Maths, Sized
 from slipstream.rows.columns import Column, RowWriter
 from slipstream.speculation.eagle import embed_tokens
-from slipstream.speculation.passes import choose_rows, empty_drafts, lanes_of
+from slipstream.speculation.passes import empty_drafts, lanes_of
 from slipstream.speculation.protocol import Drafts, DraftStep
 from slipstream.speculation.target import Target, Weights
 
@@ -96,7 +96,7 @@ class MlpSpeculator:
         drafts = min(len(self._stages), step.num_drafts)
         lanes = lanes_of(step, drafts, self._most)
         token_LK, token_L = empty_drafts(step, drafts), lanes.token_L
-        state_LI = choose_rows(step.hidden_TH, step.source_L)
+        state_LI = step.hidden_TH[step.source_L]
         dtype = state_LI.dtype
         if self._scale_input:
             state_LI = (_unit(state_LI.float()) / math.sqrt(2)).to(dtype)

@@ -39,11 +39,6 @@ def attend_step(step: DraftStep, first: int) -> Attend:
     return ShiftedAttend(step.attention.bind(step.batch), first)
 
 
-def choose_rows(hidden_TH: Tensor, source_L: Tensor) -> Tensor:
-    """[L, H]. source_L: DraftStep's. Not by index_select(): its kernel for few rows is slow."""
-    return hidden_TH[source_L]
-
-
 @dataclass(frozen=True, slots=True)
 class LanePasses:
     """Pass p computes a token of each lane that gained some, at position length - 1 + p of its row."""

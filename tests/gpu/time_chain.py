@@ -315,7 +315,10 @@ def main() -> int:
             Search(name, chain, lanes, args.tokens) for lanes in counts for name, chain in chains.items()
         ]
         asked = args.what.split(",")
-        for what in filter(None, (tuple(each for each in round_ if each in asked) for round_ in ROUNDS)):
+        for each_round in ROUNDS:
+            what = tuple(each for each in each_round if each in asked)
+            if not what:
+                continue
             launches = list_launches(lambda what=what: [search.launch_all(what) for search in searches])
             workers.compile(launches)
             workers = Workers(capability)
