@@ -124,9 +124,9 @@ class Eagle3(nn.Module):
         for name in ("hidden_norm", "input_layernorm", "post_attention_layernorm"):
             setattr(self.midlayer, name, Norm())
         self.norm, self.lm_head = Norm(), nn.Linear(HIDDEN, draft_vocab, bias=False)
-        kept = torch.randperm(VOCAB)[:draft_vocab].sort().values
+        kept = torch.randperm(len(embed))[:draft_vocab].sort().values
         self.register_buffer("d2t", kept - torch.arange(draft_vocab))
-        self.register_buffer("t2d", torch.zeros(VOCAB, dtype=torch.bool).index_fill_(0, kept, True))
+        self.register_buffer("t2d", torch.zeros(len(embed), dtype=torch.bool).index_fill_(0, kept, True))
 
     def fuse(self, feature_SX: Tensor) -> Tensor:
         return self.fc(feature_SX)
@@ -144,17 +144,19 @@ class Eagle3(nn.Module):
 class MedusaHeads(nn.Module):
     """medusa_model.py's heads, as vLLM names them. mapped: one small head for all, with a token_map."""
 
-    def __init__(self, heads: int = 3, depth: int = 2, mapped: bool = False) -> None:
+    def __init__(
+        self, heads: int = 3, depth: int = 2, mapped: bool = False, vocab: int = VOCAB, kept: int = 80
+    ) -> None:
         super().__init__()
         self.depth, self.mapped = depth, mapped
         self.blocks = nn.ModuleList(nn.Module() for _ in range(heads))
         for block in self.blocks:
             block.layers = nn.ModuleList(nn.Linear(HIDDEN, HIDDEN) for _ in range(depth))
         if mapped:
-            self.lm_head = nn.Linear(HIDDEN, 80, bias=False)
-            self.register_buffer("token_map", torch.randperm(VOCAB)[:80])
+            self.lm_head = nn.Linear(HIDDEN, kept, bias=False)
+            self.register_buffer("token_map", torch.randperm(vocab)[:kept])
         else:
-            self.lm_heads = nn.ModuleList(nn.Linear(HIDDEN, VOCAB, bias=False) for _ in range(heads))
+            self.lm_heads = nn.ModuleList(nn.Linear(HIDDEN, vocab, bias=False) for _ in range(heads))
 
     def draft(self, hidden_H: Tensor) -> list[int]:
         found = []
@@ -171,15 +173,16 @@ class MlpStages(nn.Module):
     """fms-extras' MLPSpeculator, which vLLM's mlp_speculator.py follows."""
 
     def __init__(
-        self, stages: int = 3, inner: int = 48, tied: bool = False, scale_input: bool = False
+        self, stages: int = 3, inner: int = 48, tied: bool = False, scale_input: bool = False,
+        vocab: int = VOCAB,
     ) -> None:
         super().__init__()
         self.scale_input, own = scale_input, 1 if tied else stages
-        self.emb = nn.ModuleList([nn.Embedding(VOCAB, inner) for _ in range(own)] * (stages // own))
+        self.emb = nn.ModuleList([nn.Embedding(vocab, inner) for _ in range(own)] * (stages // own))
         first, rest = nn.Linear(HIDDEN, inner, bias=False), nn.Linear(inner, inner, bias=False)
         more = [rest if tied else nn.Linear(inner, inner, bias=False) for _ in range(stages - 1)]
         self.proj = nn.ModuleList([first, *more])
-        self.head = nn.ModuleList([nn.Linear(inner, VOCAB, bias=False) for _ in range(own)] * (stages // own))
+        self.head = nn.ModuleList([nn.Linear(inner, vocab, bias=False) for _ in range(own)] * (stages // own))
         self.ln = nn.ModuleList([Norm(inner) for _ in range(own)] * (stages // own))
         for norm in self.ln:
             norm.bias = nn.Parameter(0.3 * torch.randn(inner))
@@ -221,18 +224,19 @@ def save(
     return folder
 
 
-def make_drafters(folder: Path, drafts: int) -> dict[str, Path]:
+def make_drafters(folder: Path, drafts: int, vocab: int = VOCAB) -> dict[str, Path]:
     """A folder of random weights for each method that has some, for targets of this hidden size and
-    vocabulary with four layers; but for draft models, which are any model."""
+    vocabulary with four layers; but for draft models, which are any model. vocab: VOCAB or few tokens."""
     torch.manual_seed(2)
-    embed = torch.randn(VOCAB, HIDDEN)
-    aux = {"draft_vocab_size": 100, "eagle_aux_hidden_state_layer_ids": [1, 2, 3]}
+    embed, most = torch.randn(vocab, HIDDEN), 3 * vocab // 4
+    layer, drawn, kept = LAYER | {"vocab_size": vocab}, min(100, most), min(80, most)
+    aux = {"draft_vocab_size": drawn, "eagle_aux_hidden_state_layer_ids": [1, 2, 3]}
     heads = {"num_heads": drafts, "num_hidden_layers": 2, "original_lm_head": True}
     stages = {"emb_dim": HIDDEN, "inner_dim": 48, "n_predict": drafts}
     made = {
-        "eagle": (LAYER, Eagle1(embed, embed)),
-        "eagle3": (LAYER | aux, Eagle3(embed)),
-        "medusa": (heads, MedusaHeads(drafts, mapped=True)),
-        "mlp_speculator": (stages, MlpStages(drafts)),
+        "eagle": (layer, Eagle1(embed, embed)),
+        "eagle3": (layer | aux, Eagle3(embed, draft_vocab=drawn)),
+        "medusa": (heads, MedusaHeads(drafts, mapped=True, vocab=vocab, kept=kept)),
+        "mlp_speculator": (stages, MlpStages(drafts, vocab=vocab)),
     }
     return {name: save(folder / name, c, enlarged(net).state_dict()) for name, (c, net) in made.items()}

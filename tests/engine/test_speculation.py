@@ -4,21 +4,19 @@ of what was drafted."""
 
 from __future__ import annotations
 
-import json
 from collections.abc import Iterator
 from pathlib import Path
 
 import numpy as np
 import pytest
 from drafters import FixedDrafting, Truthful
-from harness import Collected, make_core, make_request, run
+from harness import Collected, make_core, run
 from test_mixed_requests import mixed
 from text_model import make_text_model
 
 from slipstream.contracts.sampling_params import SamplingParams
 from slipstream.engine.core import EngineCore
 from slipstream.engine.llm import LLM
-from slipstream.observe.trace import steps_ahead
 
 COUNT, K = 80, 5
 
@@ -93,20 +91,6 @@ def test_seeded_and_greedy_texts_are_those_of_plain_decoding_with_lookups(
     core.close()
     check(got, plain)
     assert 0 < stats.accepted_tokens <= stats.draft_tokens <= most * stats.drafts
-
-
-@pytest.mark.parametrize("config", LOOKUPS, ids=["ngram", "suffix"])
-def test_the_next_step_is_submitted_before_a_result_is_read_with_drafts_too(
-    model: Path, config: dict[str, object], tmp_path: Path
-) -> None:
-    core = make_core(model, speculative_config=config, trace=str(tmp_path / "trace.json"))
-    random = np.random.default_rng(3)
-    params = SamplingParams(max_tokens=120, ignore_eos=True, temperature=0.8)
-    prompts = [random.integers(3, 250, 20).tolist() for _ in range(16)]
-    run(core, [make_request(core, key, prompt, params) for key, prompt in enumerate(prompts)])
-    core.close()
-    ahead, steady = steps_ahead(json.loads((tmp_path / "trace.json").read_text())["traceEvents"])
-    assert steady >= 60 and ahead >= 0.99 * steady
 
 
 def test_an_abort_in_the_middle_harms_nobody(model: Path, plain: dict[int, Collected]) -> None:

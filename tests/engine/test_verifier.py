@@ -3,11 +3,10 @@ purpose is found out."""
 
 from __future__ import annotations
 
-import itertools
-
 import numpy as np
 import pytest
 import torch
+from chi_square import count_texts, distribution, p_value
 from drafting import DraftEngine, TableDrafter, draft_plan
 from harness import make_core, make_request, run
 from tiny_models import make_tiny_model
@@ -74,20 +73,10 @@ VOCAB, PROMPT, DRAWS, FEW = 8, [3, 6, 5], 17_000, 5_000
 
 @pytest.fixture(scope="module")
 def small(tmp_path_factory):
-    """A model, and by transformers in float64 the probability of each continuation of four tokens, of which
-    the first is summed over."""
-    from transformers import AutoModelForCausalLM
-
+    """A model, and the distribution of its texts."""
     folder = tmp_path_factory.mktemp("small")
     make_tiny_model(folder, "llama", vocab_size=VOCAB, initializer_range=0.1)
-    reference = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float64)
-    texts = torch.tensor([[*PROMPT, *rest] for rest in itertools.product(range(VOCAB), repeat=3)])
-    with torch.no_grad():
-        p_XTV = reference(texts).logits.softmax(-1)[:, len(PROMPT) - 1 :]
-    joint = p_XTV[:, 3]
-    for place in range(3):
-        joint = joint * p_XTV[:, place].gather(1, texts[:, len(PROMPT) + place, None])
-    return folder, joint.view(VOCAB, VOCAB, VOCAB, VOCAB).sum(0).flatten().numpy()
+    return folder, distribution(folder, PROMPT, VOCAB)
 
 
 class AnyText(TableDrafter):
@@ -110,19 +99,7 @@ def draws(folder, count: int, **speculation) -> np.ndarray:
     engine.close()
     verified, taken = engine.verified_and_taken()
     assert verified >= 2 * count and taken > count // 10
-    tokens = np.array([got[key].tokens for key in range(count)])
-    return np.bincount(tokens[:, 1] * VOCAB**2 + tokens[:, 2] * VOCAB + tokens[:, 3], minlength=VOCAB**3)
-
-
-def p_value(counts: np.ndarray, probability: np.ndarray) -> float:
-    """Pearson's test; cells that expect less than five are one."""
-    expected = counts.sum() * probability
-    large = expected >= 5
-    expected = np.append(expected[large], expected[~large].sum())
-    seen = np.append(counts[large], counts[~large].sum())
-    statistic = float(((seen - expected) ** 2 / expected).sum())
-    halves = torch.tensor([(len(seen) - 1) / 2, statistic / 2], dtype=torch.float64)
-    return float(torch.special.gammaincc(halves[0], halves[1]))
+    return count_texts([got[key].tokens for key in range(count)], VOCAB)
 
 
 def test_drafted_tokens_have_the_models_distribution(small):
