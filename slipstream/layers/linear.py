@@ -26,6 +26,8 @@ PACKED_ROWS, PACKED_COLUMNS = 512, 16
 # FBGEMM splits a batch into pieces of at most this many rows, and a piece into groups of a few.
 PIECE_ROWS = 120
 MAX_PADDING = 8
+# Inputs of the products that are tried: kernels may cut long sums.
+PROBED = (80, 1536)
 
 
 class Linear(Protocol):
@@ -136,19 +138,16 @@ class _FbgemmLinear:
 def _row_padding(make: Make) -> tuple[int, ...]:
     """Rows to add to 1 .. PIECE_ROWS rows, so that no row differs from its result in a large batch.
 
-    Kernels for one or two left-over rows may add in another order. Which counts leave such rows depends on
-    the processor, so it is found by trying. Empty where that would take many rows.
+    Kernels for one or two left-over rows may add in another order, and so may a single row of many inputs.
+    Which counts leave such rows depends on the processor, so it is found by trying. Empty where that would
+    take many rows.
     """
-    draw = torch.Generator().manual_seed(0)
     threads = torch.get_num_threads()
     # The order of additions does not depend on threads, but hundreds of tiny calls would wait for them.
     torch.set_num_threads(1)
     try:
         with torch.inference_mode():
-            linear = make(torch.randn(48, 80, generator=draw), None)
-            x_MK = torch.randn(4 * PIECE_ROWS, 80, generator=draw)
-            y_MN = linear(x_MK)
-            even = [torch.equal(linear(x_MK[: m + 1]), y_MN[: m + 1]) for m in range(3 * PIECE_ROWS)]
+            even = [all(of) for of in zip(*(_even_counts(make, inputs) for inputs in PROBED), strict=True)]
     finally:
         torch.set_num_threads(threads)
     # Counts a piece apart behave alike, except where a piece is too small to split: both must be even.
@@ -156,3 +155,12 @@ def _row_padding(make: Make) -> tuple[int, ...]:
     never = 3 * PIECE_ROWS
     padding = [min((m for m in good if m >= m0), default=never) - m0 for m0 in range(PIECE_ROWS)]
     return tuple(padding) if max(padding) <= MAX_PADDING else ()
+
+
+def _even_counts(make: Make, inputs: int) -> list[bool]:
+    """Of 1 .. 3 PIECE_ROWS rows, whether each of that many gets what it gets among more."""
+    draw = torch.Generator().manual_seed(0)
+    linear = make(torch.randn(48, inputs, generator=draw), None)
+    x_MK = torch.randn(4 * PIECE_ROWS, inputs, generator=draw)
+    y_MN = linear(x_MK)
+    return [torch.equal(linear(x_MK[: m + 1]), y_MN[: m + 1]) for m in range(3 * PIECE_ROWS)]
