@@ -83,6 +83,19 @@ def prepared64(x: Tensor, weight: Tensor | None, eps: float, rope: Tensor) -> Te
     return x * cos + torch.cat((high, low), -1) * sin
 
 
+def block_table(blocks: list[int], generator: torch.Generator) -> tuple[Tensor, Tensor]:
+    """Rows of lanes with so many blocks each, and the blocks of all rows (int32), both in random order."""
+    count = len(blocks)
+    ids = torch.randperm(sum(blocks), generator=generator) + 1
+    row_L = torch.randperm(count + 3, generator=generator)[:count]
+    table = torch.full((count + 3, max(blocks) + 5), 2**30, dtype=torch.int32)
+    start = 0
+    for lane, size in enumerate(blocks):
+        table[row_L[lane], :size] = ids[start : start + size].int()
+        start += size
+    return row_L, table
+
+
 def attention_case(
     shape: LayerAttention,
     done_and_new: list[tuple[int, int]],
@@ -97,9 +110,11 @@ def attention_case(
     """Lanes that have `done` keys and get `new` tokens. Rows and blocks lie in random order; qkv and the
     block table are views with gaps."""
     generator = torch.Generator().manual_seed(seed)
+    # Keys of long lanes are gigabytes, which a CPU would take minutes to draw for another device.
+    own = generator if str(device) == "cpu" else torch.Generator(device).manual_seed(seed)
 
-    def normal(*size: int) -> Tensor:
-        return torch.randn(*size, generator=generator, dtype=torch.float64)
+    def normal(*size: int, by: torch.Generator = generator) -> Tensor:
+        return torch.randn(*size, generator=by, dtype=torch.float64, device=by.device)
 
     kv_heads, head_dim, count = shape.num_kv_heads, shape.head_dim, len(done_and_new)
     heads = shape.num_heads + 2 * kv_heads
@@ -108,13 +123,7 @@ def attention_case(
     lane_T = torch.repeat_interleave(torch.arange(count), new)
     position_T = torch.cat([torch.arange(done, done + n) for done, n in done_and_new])
     blocks = [-(-e // block_size) for e in end]
-    ids = torch.randperm(sum(blocks), generator=generator) + 1
-    row_L = torch.randperm(count + 3, generator=generator)[:count]
-    table = torch.full((count + 3, max(blocks) + 5), 2**30, dtype=torch.int32)
-    start = 0
-    for lane, size in enumerate(blocks):
-        table[row_L[lane], :size] = ids[start : start + size].int()
-        start += size
+    row_L, table = block_table(blocks, generator)
     table = table.to(device)[:, : max(blocks) + 2]
     qkv = normal(len(lane_T), heads + 1, head_dim + 8).to(dtype).to(device)[:, :heads, :head_dim]
     norm = (1 + 0.3 * normal(shape.num_heads + kv_heads, head_dim)).float().to(device) if normed else None
@@ -126,7 +135,7 @@ def attention_case(
         for _ in range(2)
     )
     size = (count, max(end), kv_heads, head_dim)
-    k_all, v_all = (normal(*size).to(device).to(dtype).double() for _ in range(2))
+    k_all, v_all = (normal(*size, by=own).to(dtype).double() for _ in range(2))
     for lane, (done, _) in enumerate(done_and_new):
         place = torch.arange(done, device=device)
         block = table[row_L[lane], place // block_size].long()

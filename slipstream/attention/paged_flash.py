@@ -15,6 +15,7 @@ import torch
 from slipstream.attention.paged_triton import PagedTritonAttention, PagedTritonStep
 from slipstream.attention.protocol import AttentionBatch, LayerAttention
 from slipstream.kernels.flash_attention import flash_attention, flash_lanes
+from slipstream.kernels.paged import PagedPool, clear_blocks
 
 Tensor = torch.Tensor
 
@@ -44,13 +45,23 @@ class PagedFlashAttention(PagedTritonAttention):
             for each in layers
         ]
         super().__init__(layers, block_size, dtype, device, max_lanes=max_lanes)
+        if len({(each.num_kv_heads, each.head_dim) for each in self.layers}) > 1:
+            raise ValueError("FlashAttention 3 needs layers with the same key heads")
         self.least_tokens = least_tokens
+
+    def allocate(self, num_blocks: int) -> None:
+        """All layers' pages lie in one piece, for clear()."""
+        self.pools.clear()
+        shape = self.layers[0]
+        size = (len(self.layers), 2, num_blocks, shape.num_kv_heads, self.block_size, shape.head_dim)
+        self._pages = torch.zeros(size, dtype=self.kv_dtype, device=self.device)
+        self.pools += [PagedPool(keys, values) for keys, values in self._pages]
+        # A step must not compile the kernel.
+        self.clear(torch.zeros(1, dtype=torch.int64, device=self.device))
 
     def clear(self, blocks: Tensor) -> None:
         """FlashAttention 3 reads whole blocks, and a masked NaN that the last owner left is still a NaN."""
-        for pool in self.pools:
-            pool.keys.index_fill_(0, blocks, 0)
-            pool.values.index_fill_(0, blocks, 0)
+        clear_blocks(self._pages.flatten(0, 1), blocks)
 
     def bind(self, batch: AttentionBatch) -> PagedTritonStep:
         long = batch.position_T.shape[0] >= self.least_tokens

@@ -12,7 +12,11 @@ from dataclasses import dataclass
 
 import torch
 
+from slipstream.kernels.backend import Arg, jit, pdl_begin, pdl_options, tl, use_triton
+
 Tensor = torch.Tensor
+
+CLEARED_AT_ONCE = 4096
 
 
 @dataclass(frozen=True, slots=True)
@@ -67,3 +71,28 @@ def store_kv(k_TGD: Tensor, v_TGD: Tensor, slot_T: Tensor, pool: PagedPool) -> N
     for target, source_TGD, scale in ((pool.keys, k_TGD, pool.k_scale), (pool.values, v_TGD, pool.v_scale)):
         scaled_TGD = source_TGD if scale == 1.0 else source_TGD.float() / scale
         target[block_T, :, place_T] = scaled_TGD.to(target.dtype)
+
+
+def clear_blocks(pages_PNX: Tensor, blocks: Tensor) -> None:
+    """Zeros in these blocks (int64) of all P pools, [P, blocks, ...], contiguous: one launch."""
+    if not pages_PNX.is_contiguous():
+        raise ValueError("pools must be contiguous")
+    if not use_triton(pages_PNX):
+        pages_PNX.index_fill_(1, blocks, 0)
+    elif len(blocks):
+        _clear_kernel[(len(blocks), len(pages_PNX))](
+            pages_PNX, blocks, pages_PNX.stride(0), SIZE=pages_PNX.stride(1), AT_ONCE=CLEARED_AT_ONCE,
+            **pdl_options(pages_PNX), num_warps=8,
+        )
+
+
+@jit
+def _clear_kernel(
+    pages: Arg, blocks: Arg, pool_stride: Arg, SIZE: tl.constexpr, AT_ONCE: tl.constexpr, PDL: tl.constexpr
+) -> None:
+    pdl_begin(PDL)
+    block = pages + tl.program_id(1).to(tl.int64) * pool_stride + tl.load(blocks + tl.program_id(0)) * SIZE
+    zeros = tl.zeros((AT_ONCE,), pages.dtype.element_ty)
+    for first in range(0, SIZE, AT_ONCE):
+        place = first + tl.arange(0, AT_ONCE)
+        tl.store(block + place, zeros, mask=place < SIZE)

@@ -15,7 +15,7 @@ from slipstream.kernels.decode_attention import (
 )
 from slipstream.kernels.decode_config import DecodeConfig, DecodeScratch
 from slipstream.kernels.lane_order import order_lanes, order_lanes_reference
-from slipstream.kernels.paged import PagedLanes
+from slipstream.kernels.paged import PagedLanes, clear_blocks
 from slipstream.kernels.qkv_write import write_qkv, write_qkv_reference
 from slipstream.kernels.varlen_attention import (
     VarlenConfig,
@@ -186,3 +186,16 @@ def test_a_float8_pool_is_scaled_both_ways():
     for pool, scale, everything in ((case.pool.keys, 0.03, case.k_all), (case.pool.values, 0.02, case.v_all)):
         everything[case.lane_T, case.position_T] = case.stored(pool).double() * scale
     close(got, case.expected(), atol=1e-4)
+
+
+@pytest.mark.parametrize(("size", "dtype"), [((2, 16, 24), torch.float32), ((5, 16, 64), torch.bfloat16)])
+def test_cleared_blocks_are_zero_in_every_pool_and_no_others_are_touched(size, dtype):
+    pages = torch.full((3, 9, *size), float("nan"), dtype=dtype)
+    blocks = torch.tensor([8, 0, 3])
+    clear_blocks(pages, blocks)
+    others = [block for block in range(9) if block not in blocks.tolist()]
+    assert not pages[:, blocks].any()
+    assert pages[:, others].isnan().all()
+    clear_blocks(pages, blocks[:0])
+    with pytest.raises(ValueError, match="contiguous"):
+        clear_blocks(pages.transpose(0, 1), blocks)
