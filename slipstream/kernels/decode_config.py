@@ -25,24 +25,31 @@ class DecodeConfig:
     early: bool = False
 
 
+# Most programs of one piece a lane, and what they take: splits, stages, min_tiles, early.
+FEW_PROGRAMS = (
+    (16, 32, 3, 1, True),
+    (32, 32, 3, 3, True),
+    (64, 16, 3, 6, False),
+    (128, 16, 3, 6, True),
+    (256, 16, 3, 16, False),
+    (512, 8, 4, 16, False),
+)
+
+
 def choose_decode(lanes: int, shape: LayerAttention, dtype: torch.dtype) -> DecodeConfig:
-    """By sweeps on an H200 at head size 128 and contexts of 384 to 12,000 tokens, alone (tests/gpu/
-    time_attention.py) and between products (time_chain.py): few lanes want many pieces, many lanes small
-    programs."""
+    """By sweeps on an H200 at head size 128, alone (tests/gpu/time_attention.py) and between products
+    (time_chain.py), over equal lanes, lanes of 100 to 2,000 tokens and one of 12,000 among short ones: pieces
+    are for lanes that would keep the others waiting, and each costs its merge."""
     programs = lanes * shape.num_kv_heads
     # Tiles of 8 KiB, so that every choice below fits in shared memory.
     tile = max(MIN_ROWS, min(32, 8192 // (next_power_of_2(shape.head_dim) * dtype.itemsize)))
-    if programs <= 16:
-        return DecodeConfig(splits=32, tile=tile, warps=1, stages=3, early=True)
-    if programs <= 64:
-        return DecodeConfig(splits=32, tile=tile, warps=1, stages=3, min_tiles=3, early=programs <= 32)
-    if programs <= 256:
-        return DecodeConfig(splits=8, tile=tile, warps=1, stages=3, min_tiles=3)
+    for most, splits, stages, min_tiles, early in FEW_PROGRAMS:
+        if programs <= most:
+            return DecodeConfig(splits, tile, 1, stages, min_tiles, early=early)
     if programs <= 1024:
-        return DecodeConfig(splits=8, tile=tile, warps=1, stages=4, min_tiles=32)
+        return DecodeConfig(8, tile, 1, 3, 32, ordered=True)
     # With two stages ten programs share a multiprocessor, which small groups gain from.
-    stages = 2 if shape.group <= 2 else 3
-    return DecodeConfig(splits=4, tile=tile, warps=1, stages=stages, min_tiles=64, ordered=True)
+    return DecodeConfig(4, tile, 1, 2 if shape.group <= 2 else 3, 64, ordered=True)
 
 
 class DecodeScratch:
