@@ -1,8 +1,8 @@
 """Paged decode attention: one query a lane, the heads of a KV group packed, split over KV on a fixed grid.
 
 All lengths and block tables come from device memory, so one captured launch serves any lengths. A lane's keys
-are cut into at most `splits` pieces of at least `min_tiles` tiles (see DecodeConfig); programs of pieces that
-a short lane does not need return at once.
+are cut into at most `splits` pieces, whose least size follows from all lanes' lengths (see DecodeConfig);
+programs of pieces that a short lane does not need return at once.
 
 `decode_from_qkv` also does the work of write_qkv, so that a decode layer needs no kernel before attention.
 
@@ -17,6 +17,7 @@ import torch
 
 from slipstream.kernels.attention_common import MIN_ROWS, LayerAttention, attend_reference, score_factors
 from slipstream.kernels.backend import (
+    FEW_LANES,
     Arg,
     jit,
     jit_with,
@@ -157,6 +158,7 @@ def _launch(
         KV_HEADS=kv_heads, GROUP=shape.group, ROWS=max(MIN_ROWS, next_power_of_2(shape.group)),
         HEAD=shape.head_dim, HALF_PAD=max(MIN_ROWS, next_power_of_2(shape.head_dim // 2)),
         BLOCK_SIZE=pool.block_size, TILE=config.tile, SPLITS=config.splits, MIN_TILES=config.min_tiles,
+        PROGRAMS=config.programs, LANES=max(FEW_LANES, next_power_of_2(count)) if config.programs else 0,
         WINDOW=shape.window or 0, CAPPED=shape.soft_cap is not None, FROM_QKV=prep is not None,
         NORMED=prep is not None and prep.norm_YD is not None, MIXED=lanes.query_start_L1 is not None,
         ORDERED=config.ordered, EARLY=config.early, **pdl, num_warps=config.warps, num_stages=config.stages,
@@ -172,16 +174,17 @@ def _decode_kernel(
     blocks_stride: Arg, rope_stride: Arg, norm_stride: Arg,
     KV_HEADS: tl.constexpr, GROUP: tl.constexpr, ROWS: tl.constexpr, HEAD: tl.constexpr,
     HALF_PAD: tl.constexpr, BLOCK_SIZE: tl.constexpr, TILE: tl.constexpr, SPLITS: tl.constexpr,
-    MIN_TILES: tl.constexpr, WINDOW: tl.constexpr, CAPPED: tl.constexpr, FROM_QKV: tl.constexpr,
-    NORMED: tl.constexpr, MIXED: tl.constexpr, ORDERED: tl.constexpr, EARLY: tl.constexpr,
-    PDL: tl.constexpr,
+    MIN_TILES: tl.constexpr, PROGRAMS: tl.constexpr, LANES: tl.constexpr, WINDOW: tl.constexpr,
+    CAPPED: tl.constexpr, FROM_QKV: tl.constexpr, NORMED: tl.constexpr, MIXED: tl.constexpr,
+    ORDERED: tl.constexpr, EARLY: tl.constexpr, PDL: tl.constexpr,
 ) -> None:
     kv_head = tl.program_id(0)
     lane, piece = tl.program_id(1).to(tl.int64), tl.program_id(2)
     if ORDERED:
         lane = tl.load(order + lane).to(tl.int64)
+    least = _least_piece(lengths, KV_HEADS, TILE, MIN_TILES, WINDOW, PROGRAMS, LANES)
     token, length, begin, end, pieces = _cut(
-        lane, piece, lengths, query_start, TILE, SPLITS, MIN_TILES, WINDOW, FROM_QKV, MIXED
+        lane, piece, lengths, query_start, least, TILE, SPLITS, WINDOW, FROM_QKV, MIXED
     )
     if piece < pieces:
         attend_piece(
@@ -198,10 +201,26 @@ def _decode_kernel(
 
 
 @jit
+def _least_piece(
+    lengths: Arg, KV_HEADS: tl.constexpr, TILE: tl.constexpr, MIN_TILES: tl.constexpr,
+    WINDOW: tl.constexpr, PROGRAMS: tl.constexpr, LANES: tl.constexpr,
+) -> Any:
+    """In tiles. Lanes with more than one token count as well: a long step hides what that costs."""
+    least = MIN_TILES
+    if PROGRAMS:
+        lane = tl.arange(0, LANES)
+        length = tl.load(lengths + lane, mask=lane < tl.num_programs(1), other=0)
+        if WINDOW:
+            length = tl.minimum(length, WINDOW)
+        least = tl.maximum(least, tl.cdiv(tl.sum(tl.cdiv(length, TILE)) * KV_HEADS, PROGRAMS))
+    return least
+
+
+@jit
 def _cut(
-    lane: Arg, piece: Arg, lengths: Arg, query_start: Arg,
-    TILE: tl.constexpr, SPLITS: tl.constexpr, MIN_TILES: tl.constexpr, WINDOW: tl.constexpr,
-    FROM_QKV: tl.constexpr, MIXED: tl.constexpr,
+    lane: Arg, piece: Arg, lengths: Arg, query_start: Arg, least: Arg,
+    TILE: tl.constexpr, SPLITS: tl.constexpr, WINDOW: tl.constexpr, FROM_QKV: tl.constexpr,
+    MIXED: tl.constexpr,
 ) -> Any:
     """A lane's token and length, the tiles of one of its pieces, and the count of these: 0 where it has
     other than one token."""
@@ -211,7 +230,7 @@ def _cut(
         count = tl.load(query_start + lane + 1) - token
     length = tl.load(lengths + lane)
     _, _, first, last = tile_span(length, TILE, WINDOW, FROM_QKV)
-    size = tl.maximum(tl.cdiv(last - first, SPLITS), MIN_TILES)
+    size = tl.maximum(tl.cdiv(last - first, SPLITS), least)
     pieces = tl.where(count == 1, tl.maximum(tl.cdiv(last - first, size), 1), 0)
     begin = first + piece * size
     return token, length, begin, tl.minimum(begin + size, last), pieces

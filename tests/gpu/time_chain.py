@@ -9,7 +9,8 @@ For each model and count of lanes: microseconds a layer by graph replay, as the 
 best that was found, beside the floor of bytes over 4.59 TB/s. One thing is changed at a time: attention's
 cut, whether norms are shared, each product's cut, who triggers early; what helps stays. Then the products'
 cuts as kernels/linear_table.py has them. --tokens: of a lane, as in steps that verify drafts. --context: keys
-of a lane. --what: what is changed. Every result must be finite, the same in 20 replays, and near the first.
+of a lane, 384; 100-2000 draws each lane's, 384+12000 gives one of them more. --what: what is changed. Every
+result must be finite, the same in 20 replays, and near the first.
 Exit status 1 where one is not.
 """
 
@@ -72,13 +73,17 @@ MODELS: dict[str, dict[str, Any]] = {
     },
 }  # fmt: skip
 
-DECODES = tuple(
-    DecodeConfig(splits, tile, warps, 3, min_tiles, early=early)
-    for splits, tile, warps, min_tiles in (
-        (32, 32, 1, 3), (32, 32, 1, 1), (16, 32, 1, 1), (8, 32, 1, 3), (8, 64, 4, 1), (4, 32, 1, 3),
-        (8, 64, 4, 3), (2, 64, 4, 16), (8, 32, 4, 3), (2, 32, 4, 32), (8, 64, 2, 3), (2, 64, 2, 16),
-    )
-    for early in (False, True)
+# Splits, tile, warps, stages, least tiles, programs.
+CUTS = (
+    (32, 32, 1, 3, 1), (32, 32, 1, 3, 3), (16, 32, 1, 4, 3, 512), (16, 32, 1, 3, 6, 768),
+    (16, 32, 1, 4, 6, 512), (32, 32, 1, 4, 6, 512), (16, 32, 1, 3, 16), (8, 32, 1, 3, 6), (8, 32, 1, 4, 16),
+    (8, 32, 1, 2, 16), (8, 64, 4, 2, 8), (2, 64, 4, 3, 16),
+)  # fmt: skip
+DECODES = tuple(DecodeConfig(*cut, early=early) for cut in CUTS for early in (False, True))
+DECODES += tuple(
+    DecodeConfig(splits, 32, 1, stages, least, ordered=True)
+    for splits, least in ((8, 32), (4, 64), (8, 64))
+    for stages in (2, 3)
 )
 VERIFIES = tuple(
     VerifyConfig(0, 0, *cut)
@@ -107,10 +112,21 @@ class Choice:
         return replace(self, cuts=(*(each for each in self.cuts if each[0] != name), (name, config)))
 
 
-class Chain:
-    """A model's layers and one decode batch of equal lengths over random pages."""
+def lengths(context: str, lanes: int) -> torch.Tensor:
+    """Keys of each lane, as --context says it."""
+    if "-" in context:
+        low, high = map(int, context.split("-"))
+        return torch.randint(low, high + 1, (lanes,), generator=torch.Generator().manual_seed(lanes))
+    usual, _, one = context.partition("+")
+    length_L = torch.full((lanes,), int(usual))
+    length_L[lanes // 2] += int(one or usual) - int(usual)
+    return length_L
 
-    def __init__(self, name: str, folder: Path, context: int) -> None:
+
+class Chain:
+    """A model's layers and one decode batch over random pages. context: see lengths."""
+
+    def __init__(self, name: str, folder: Path, context: str) -> None:
         folder.mkdir(parents=True)
         self.context = context
         (folder / "config.json").write_text(json.dumps(MODELS[name]))
@@ -127,30 +143,30 @@ class Chain:
             "d": ("add", spec.hidden_size, spec.intermediate_size),
         }
         weights = sum(outputs * inputs * 2 for _, outputs, inputs in self.products.values())
-        self.bytes, self.lane_bytes = weights, context * 2 * spec.num_kv_heads * spec.head_dim * 2
+        self.bytes, self.key_bytes = weights, 2 * spec.num_kv_heads * spec.head_dim * 2
 
     def floor(self, lanes: int) -> float:
         """Microseconds a layer."""
-        return (self.bytes + lanes * self.lane_bytes) / BYTES_PER_US
+        return (self.bytes + int(lengths(self.context, lanes).sum()) * self.key_bytes) / BYTES_PER_US
 
     def step(self, lanes: int, each: int) -> Callable[[], torch.Tensor]:
         """each: tokens of a lane."""
-        context = self.context
-        blocks = context // BLOCK_SIZE
+        length = lengths(self.context, lanes)
+        blocks = (length + BLOCK_SIZE - 1) // BLOCK_SIZE
+        pages = int(blocks.sum())
         attention = PagedTritonAttention(self.model.attention, BLOCK_SIZE, BF16, CUDA, max_lanes=lanes)
-        attention.allocate(lanes * blocks + 1)
+        attention.allocate(pages + 1)
         generator = torch.Generator(device=CUDA).manual_seed(lanes)
         for pool in attention.pools:
             pool.keys.normal_(generator=generator)
             pool.values.normal_(generator=generator)
-        ids = torch.randperm(lanes * blocks, device=CUDA, generator=generator)
-        table = (ids + 1).int().view(lanes, blocks)
-        length = torch.full((lanes,), context, dtype=torch.int32, device=CUDA)
+        ids = (torch.randperm(pages, generator=torch.Generator().manual_seed(lanes)) + 1).int()
+        table = torch.nn.utils.rnn.pad_sequence(ids.split(blocks.tolist()), batch_first=True)
+        own = length[:, None] - each + torch.arange(each)
+        slot = (table.gather(1, own // BLOCK_SIZE).long() * BLOCK_SIZE + own % BLOCK_SIZE).flatten().to(CUDA)
+        position, table, length = own.flatten().to(CUDA), table.to(CUDA), length.int().to(CUDA)
         start = torch.arange(lanes + 1, device=CUDA).int() * each
         tokens = torch.arange(lanes * each, device=CUDA) + 7
-        own = torch.arange(context - each, context, device=CUDA)
-        position = own.repeat(lanes)
-        slot = (table[:, own // BLOCK_SIZE].long() * BLOCK_SIZE + own % BLOCK_SIZE).flatten()
         none = np.zeros(0, np.int32)
         batch = AttentionBatch(
             start, length, position, slot, torch.arange(lanes, device=CUDA), table, none, none, lanes, each
@@ -278,8 +294,11 @@ class Search:
         if what == "decode":
             decode = choice.decode
             assert decode is not None
-            early = "e" if isinstance(decode, DecodeConfig) and decode.early else ""
-            return f"{decode.splits}x{decode.tile}w{decode.warps}n{decode.stages}m{decode.min_tiles}{early}"
+            cut = f"{decode.splits}x{decode.tile}w{decode.warps}n{decode.stages}m{decode.min_tiles}"
+            if isinstance(decode, DecodeConfig):
+                cut += f"p{decode.programs}" if decode.programs else ""
+                cut += "o" * decode.ordered + "e" * decode.early
+            return cut
         if what == "shares":
             return str(choice.shares)
         return short(self.chain.config(choice, what[0], self.lanes * self.each))
@@ -301,7 +320,7 @@ def main() -> int:
     parser.add_argument("--lanes", default="1,2,4,8")
     parser.add_argument("--tokens", type=int, default=1)
     parser.add_argument("--models", default="llama,qwen")
-    parser.add_argument("--context", type=int, default=384)
+    parser.add_argument("--context", default="384")
     parser.add_argument("--what", default=",".join(itertools.chain(*ROUNDS)))
     args = parser.parse_args()
     begin = time.monotonic()

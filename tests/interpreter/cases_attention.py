@@ -39,6 +39,7 @@ CONFIGS = [
     DecodeConfig(4, 16, 1, 2),
     DecodeConfig(8, 16, 1, 2, min_tiles=2),
     DecodeConfig(4, 16, 1, 2, ordered=True),
+    DecodeConfig(8, 16, 1, 2, programs=12),
 ]
 
 
