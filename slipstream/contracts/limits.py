@@ -11,10 +11,14 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
+import numpy as np
+
 from slipstream.contracts.errors import BadRequest
 
 if TYPE_CHECKING:
     from slipstream.contracts.sampling_params import SamplingParams
+
+Array = np.ndarray
 
 GREEDY_TEMPERATURE = 1e-5
 
@@ -134,7 +138,7 @@ def count_logprobs(asked: int | None, vocab_size: int) -> int:
 
 
 def check_request(
-    prompt_token_ids: Sequence[int],
+    prompt_token_ids: Sequence[int] | Array,
     params: SamplingParams,
     limits: ModelLimits,
     end_token_ids: Iterable[int] = (),
@@ -162,12 +166,17 @@ def check_request(
     _check_some_token_left(params, vocab, set(end_token_ids), {w[0] for w in banned if len(w) == 1})
 
 
-def check_prompt(prompt_token_ids: Sequence[int], params: SamplingParams, limits: ModelLimits) -> None:
+def check_prompt(
+    prompt_token_ids: Sequence[int] | Array, params: SamplingParams, limits: ModelLimits
+) -> None:
     """The prompt's length and ids. Raises BadRequest that names the field prompt."""
     length = len(prompt_token_ids)
     if length == 0:
         raise BadRequest("prompt", [], "must hold at least one token")
-    low, high = min(prompt_token_ids), max(prompt_token_ids)
+    if isinstance(prompt_token_ids, np.ndarray):
+        low, high = prompt_token_ids.min(), prompt_token_ids.max()
+    else:
+        low, high = min(prompt_token_ids), max(prompt_token_ids)
     if low < 0 or high >= limits.vocab_size:
         bad = low if low < 0 else high
         raise BadRequest(

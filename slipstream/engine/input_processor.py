@@ -100,13 +100,17 @@ class InputProcessor:
         banned = self._banned(params)
         if params.stop and self._tokenizer is None:
             raise BadRequest("stop", params.stop, "needs a tokenizer: the engine runs without one")
-        check_request(token_ids, params, self._limits, ends, banned)
+        try:
+            tokens = np.array(token_ids, np.int32)
+        except OverflowError:  # no vocabulary is that large, which the check says
+            tokens = np.array(token_ids, object)
+        check_request(tokens, params, self._limits, ends, banned)
         grammar = self._grammar(params, banned)
         most = self._limits.max_model_len
         return PreparedRequest(
             text=text,
             token_ids=token_ids,
-            tokens=np.array(token_ids, np.int32),
+            tokens=tokens,
             params=params,
             seed=params.seed if params.seed is not None else self._random.getrandbits(64) - 2**63,
             end_token_ids=ends,
