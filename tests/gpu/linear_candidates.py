@@ -42,6 +42,7 @@ def streams(op: Op, rows: int, outputs: int, inputs: int) -> str:
         r = max(16, rows)
         cuts += f"t{r}x128x64w4n3h2 t{r}x64x64w4n3h3 t{r}x64x64w4n4h4 t{r}x64x128w4n2h2 "
         cuts += f"t{r}x128x64w4n4 t{r}x128x64w8n4h4 t{r}x64x64w4n6 t{r}x256x64w8n4 t{r}x256x64w8n3h1 "
+        cuts += f"t{r}x64x128w4n4 t{r}x64x256w4n2 t{r}x64x256w8n3 t{r}x128x128w8n3 t{r}x128x128w8n4 "
         if outputs <= 1 << 13:
             cuts += f"t{r}x64x64/4w4n3h3 t{r}x64x64/2w4n4h4 t{r}x128x64/4w4n3h2 t{r}x64x128/4w4n3 "
             cuts += f"t{r}x128x64/8w4n4 t{r}x128x64/4w4n5 t{r}x128x128/4w8n3 t{r}x256x64/8w8n3 "
