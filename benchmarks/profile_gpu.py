@@ -1,6 +1,7 @@
 """Where a steady decode step on a CUDA device goes: kernel time by class, idle time between steps, host time.
 
     python benchmarks/profile_gpu.py MODEL [--lanes 1 64 256] [--context 384] [--steps 60] [--json FILE]
+    python benchmarks/profile_gpu.py MODEL --prompts 64 [--context 2048]       steps of prompts instead
 
 MODEL: a folder with config.json; weights are random. Times of kernels come from the profiler's trace (CUPTI),
 step times from a run without it. Idle: from the last kernel of a step to the first of the next.
@@ -76,6 +77,22 @@ def measure(llm: LLM, lanes: int, context: int, steps: int) -> dict[str, Any]:
     return facts | summary(profile)
 
 
+def measure_prompts(llm: LLM, count: int, tokens: int) -> dict[str, Any]:
+    """So many prompts, one token each, as the common benchmark's load "prefill"."""
+    vocab = llm.info.limits.vocab_size
+    ids = np.random.default_rng(0).integers(100, vocab - 300, (count, tokens)).tolist()
+    prompts = [{"prompt_token_ids": each} for each in ids]
+    params = SamplingParams(max_tokens=1, ignore_eos=True, detokenize=False, temperature=0.0)
+    for _ in range(3):
+        begin = time.perf_counter()
+        llm.generate(prompts, params, use_tqdm=False)
+        wall = time.perf_counter() - begin
+    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as profile:
+        llm.generate(prompts, params, use_tqdm=False)
+        torch.cuda.synchronize()
+    return {"prompts": count, "tokens": tokens, "wall_ms": round(1e3 * wall, 2)} | summary(profile)
+
+
 def summary(profile: torch.profiler.profile) -> dict[str, Any]:
     """Times of whole steps in the trace, from one commit kernel to the next."""
     kernels = sorted(
@@ -114,7 +131,8 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("model")
     parser.add_argument("--lanes", type=int, nargs="+", default=[1, 64, 256])
-    parser.add_argument("--context", type=int, default=384)
+    parser.add_argument("--prompts", type=int, default=0)
+    parser.add_argument("--context", type=int, default=None, help="384, or 2048 with --prompts")
     parser.add_argument("--steps", type=int, default=60)
     parser.add_argument("--llm", default="{}", help="more LLM arguments as JSON")
     parser.add_argument("--json", type=Path, default=None)
@@ -123,8 +141,11 @@ def main() -> None:
     llm = make_llm(args.model, json.loads(args.llm))
     print(f"init {time.perf_counter() - begin:.1f} s", flush=True)
     runs = []
-    for lanes in args.lanes:
-        runs.append(measure(llm, lanes, args.context, args.steps))
+    for lanes in args.lanes if not args.prompts else ():
+        runs.append(measure(llm, lanes, args.context or 384, args.steps))
+        print(json.dumps(runs[-1]), flush=True)
+    if args.prompts:
+        runs.append(measure_prompts(llm, args.prompts, args.context or 2048))
         print(json.dumps(runs[-1]), flush=True)
     if args.json is not None:
         facts = {"benchmark": "profile", "model": args.model, "runs": runs}
