@@ -104,7 +104,7 @@ def warm_up(
     if eager:
         memory.profile(lambda: try_largest(eager))
     if captured:
-        tick.graphs.try_all(captured)
+        tick.launch_each_kind(captured)
         trials = (captured[0], captured[len(captured) // 2], captured[-1])
         pool = torch.cuda.graph_pool_handle()
         captures = [functools.partial(tick.graphs.captured, shape, pool) for shape in trials]
