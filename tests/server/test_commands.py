@@ -7,6 +7,7 @@ import contextlib
 import io
 import os
 import re
+import shlex
 import signal
 import subprocess
 import sys
@@ -106,6 +107,21 @@ def test_serve_answers_the_official_client_under_its_name_and_keys(server: Serve
         pytest.raises(AuthenticationError),
     ):
         client.models.list()
+
+
+def test_the_readmes_client_reaches_the_readmes_server(
+    model: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    readme = (Path(__file__).parents[2] / "README.md").read_text()
+    command = re.search(r"slipstream serve (.+)", readme)
+    code = re.search(r"```python\n(from openai .+?)```", readme, re.DOTALL)
+    assert command is not None and code is not None
+    started = Server(model, *shlex.split(command[1])[1:], "--port", "0", "--api-key", "none")
+    try:
+        exec(code[1].replace("http://localhost:8000", started.url), {})
+    finally:
+        started.close()
+    assert capsys.readouterr().out
 
 
 @pytest.mark.parametrize(
