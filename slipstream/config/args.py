@@ -88,7 +88,9 @@ class EngineArgs:
         default=3,
         metadata={"help": "engines or workers that may be lost in a row without a token made; 0: no other"},
     )
-    served_model_name: str | None = field(default=None, metadata={"help": "model name of the HTTP API"})
+    served_model_name: list[str] | str | None = field(
+        default=None, metadata={"help": "names of the model in the HTTP API; answers give the first"}
+    )
     chat_template: str | None = field(default=None, metadata={"help": "file or text of a chat template"})
     trace: str | None = field(
         default=None, metadata={"help": "write a Chrome trace of every step to this file"}

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager
 from typing import TYPE_CHECKING, Literal
 
@@ -66,7 +66,7 @@ class Health(TypedDict):
 
 def build_app(
     engine: Engine,
-    model: str,
+    model: str | Sequence[str],
     *,
     tokenizer: Tokenizer | None,
     render: Render | None = None,
@@ -74,16 +74,17 @@ def build_app(
 ) -> FastAPI:
     """An ASGI app over a running engine, which it shuts down at its own end.
 
-    model: the name that clients use. tokenizer: None where clients send and get ids only. render: the chat
-    template, None where the model has none.
+    model: the name that clients use, or names: answers give the first. tokenizer: None where clients send and
+    get ids only. render: the chat template, None where the model has none.
     """
-    spans = None if options.otlp_traces_endpoint is None else Spans(options.otlp_traces_endpoint, model)
+    names = (model,) if isinstance(model, str) else tuple(model)
+    spans = None if options.otlp_traces_endpoint is None else Spans(options.otlp_traces_endpoint, names[0])
     listeners = [log_request] * options.enable_log_requests + ([] if spans is None else [spans.ended])
     metrics = Metrics(
-        model, lambda: engine.stats, engine.info, listeners, lambda: engine.health.restarts
+        names[0], lambda: engine.stats, engine.info, listeners, lambda: engine.health.restarts
     )
     max_chars = 0 if tokenizer is None else engine.info.limits.max_model_len * _longest_token(tokenizer)
-    context = Context(engine, model, metrics, options, tokenizer, render, max_chars)
+    context = Context(engine, names, metrics, options, tokenizer, render, max_chars)
 
     @asynccontextmanager
     async def lifespan(_app: FastAPI) -> AsyncIterator[None]:
@@ -146,13 +147,16 @@ def _health(now: EngineHealth, stats: EngineStats) -> Health:
 
 def _plain_routes(context: Context) -> APIRouter:
     routes = APIRouter(tags=["server"])
-    card: ModelCard = {
-        "id": context.model,
-        "object": "model",
-        "created": context.created,
-        "owned_by": "slipstream",
-        "root": context.model,
-        "max_model_len": context.engine.info.limits.max_model_len,
+    cards: dict[str, ModelCard] = {
+        name: {
+            "id": name,
+            "object": "model",
+            "created": context.created,
+            "owned_by": "slipstream",
+            "root": context.model,
+            "max_model_len": context.engine.info.limits.max_model_len,
+        }
+        for name in context.names
     }
 
     @routes.get("/health", responses={200: {"model": Health}, 503: {"model": Health}})
@@ -165,15 +169,15 @@ def _plain_routes(context: Context) -> APIRouter:
 
     @routes.get("/v1/models", responses={200: {"model": ModelList}})
     async def models() -> Response:
-        """The one model served."""
-        listed: ModelList = {"object": "list", "data": [card]}
+        """The one model served, under each of its names."""
+        listed: ModelList = {"object": "list", "data": list(cards.values())}
         return json_answer(listed)
 
     @routes.get("/v1/models/{name:path}", responses={200: {"model": ModelCard}, 404: {"model": ErrorBody}})
     async def model(name: str) -> Response:
-        """The model served, by its name."""
+        """The model served, by one of its names."""
         context.check_model(name)
-        return json_answer(card)
+        return json_answer(cards[name])
 
     @routes.get("/v1/engine/plan")
     async def plan() -> Response:

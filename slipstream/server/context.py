@@ -95,11 +95,12 @@ class Input:
 
 @dataclass(frozen=True, slots=True)
 class Context:
-    """Shared by the endpoints of one app. model: the name that clients use; tokenizer: None where clients
-    send ids; render: the chat template, None where the model has none; max_chars: of a text that can fit."""
+    """Shared by the endpoints of one app. names: of the model, which clients may use; answers give the first.
+    tokenizer: None where clients send ids; render: the chat template, None where the model has none;
+    max_chars: of a text that can fit."""
 
     engine: Engine
-    model: str
+    names: tuple[str, ...]
     metrics: Metrics
     options: ServerOptions
     tokenizer: Tokenizer | None = None
@@ -107,12 +108,18 @@ class Context:
     max_chars: int = 0
     created: int = field(default_factory=lambda: int(time.time()))
 
+    @property
+    def model(self) -> str:
+        """The model's name in answers."""
+        return self.names[0]
+
     def check_model(self, name: str | None) -> None:
         """Raises ApiError (404) for a model that is not served here."""
-        if name is not None and name != self.model:
+        if name is not None and name not in self.names:
+            known = ", ".join(map(repr, self.names))
             raise ApiError(
                 404,
-                f"model={name[:80]!r}: does not exist, this server has {self.model!r}",
+                f"model={name[:80]!r}: does not exist, this server has {known}",
                 "model",
                 "model_not_found",
             )

@@ -49,7 +49,7 @@ def test_every_field_has_a_flag_and_unset_flags_keep_the_defaults() -> None:
         (["--max-model-len", "8K"], {"max_model_len": 8192}),
         (["--kv-cache-memory-bytes", "1.5G"], {"kv_cache_memory_bytes": 3 * 2**29}),
         (["--gpu-memory-utilization", "0.5"], {"gpu_memory_utilization": 0.5}),
-        (["--served-model-name", "x_y"], {"served_model_name": "x_y"}),
+        (["--served-model-name", "x_y", "z"], {"served_model_name": ["x_y", "z"]}),
         (["--skip-tokenizer-init"], {"skip_tokenizer_init": True}),
         (["--cuda-graph-sizes", "1", "8", "1K"], {"cuda_graph_sizes": [1, 8, 1024]}),
         (["--compilation-config", '{"mode": "none"}'], {"compilation_config": '{"mode": "none"}'}),

@@ -5,8 +5,11 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
-from live import Live
+from live import Live, serve
+from openai import NotFoundError
 from scripted import LIMITS, ByteTokenizer, ScriptedEngine
+
+from slipstream.server.app import build_app
 
 HI: list[Any] = [{"role": "user", "content": "hi"}]
 REPLY = "Hello, world"
@@ -211,6 +214,16 @@ def test_completions_default_to_16_tokens_and_chat_to_what_fits(served: Live, en
 
 def test_models_lists_the_served_name(served: Live) -> None:
     assert [model.id for model in served.openai.models.list()] == ["scripted"]
+
+
+def test_a_model_may_have_several_names_and_answers_give_the_first() -> None:
+    app = build_app(ScriptedEngine(REPLY), ["one", "two"], tokenizer=ByteTokenizer())
+    with serve(app) as live:
+        assert [model.id for model in live.openai.models.list()] == ["one", "two"]
+        assert live.openai.models.retrieve("two").id == "two"
+        assert live.openai.completions.create(model="two", prompt="hi").model == "one"
+        with pytest.raises(NotFoundError, match="this server has 'one', 'two'"):
+            live.openai.completions.create(model="three", prompt="hi")
 
 
 def test_tokenize_and_detokenize_are_inverse(served: Live) -> None:
