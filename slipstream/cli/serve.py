@@ -132,10 +132,13 @@ def _add_tls_and_cors(group: argparse._ArgumentGroup) -> None:
 
 
 def json_list(text: str) -> list[str]:
-    """A JSON list of strings. Raises ValueError."""
-    value = json.loads(text)
+    """A JSON list of strings. Raises ArgumentTypeError."""
+    try:
+        value = json.loads(text)
+    except json.JSONDecodeError:
+        value = None
     if not isinstance(value, list) or not all(isinstance(one, str) for one in value):
-        raise ValueError(text)
+        raise argparse.ArgumentTypeError(f"{text!r}: must be a JSON list of strings such as '[\"*\"]'")
     return value
 
 

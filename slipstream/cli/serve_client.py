@@ -136,7 +136,9 @@ async def first_model(target: Target) -> str:
         async with target.session() as session, session.get("v1/models") as answer:
             answer.raise_for_status()
             return str((await answer.json())["data"][0]["id"])
-    except (aiohttp.ClientError, TimeoutError, OSError, KeyError, IndexError, TypeError, ValueError) as error:
+    except (aiohttp.ClientConnectionError, TimeoutError) as error:
+        raise ValueError(f"--base-url={target.base_url}: nobody answers: {error}") from None
+    except (aiohttp.ClientError, OSError, KeyError, IndexError, TypeError, ValueError) as error:
         raise ValueError(f"--base-url={target.base_url}: {error!r} at /v1/models; name the --model") from None
 
 

@@ -17,11 +17,14 @@ LANES = ("scheduler", "runner", "device", "output")
 
 
 class Tracer:
-    """Collects spans; writes the file at close()."""
+    """Collects spans; writes the file at close(). Raises ValueError where there can be no such file."""
 
     def __init__(self, path: str) -> None:
         self._path = Path(path)
-        self._path.touch()  # an unwritable path fails at start, not after the run
+        try:
+            self._path.touch()  # an unwritable path fails at start, not after the run
+        except OSError as error:
+            raise ValueError(f"--trace={path}: {error.strerror}") from None
         self._events: list[tuple[str, str, float, float, dict[str, Any]]] = []
 
     def span(self, lane: str, name: str, begin: float, end: float, **facts: Any) -> None:

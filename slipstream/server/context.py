@@ -190,8 +190,13 @@ class Context:
         Every prompt is checked before the first one starts. The engine knows the request by a name of our
         own, so that two clients may choose the same one.
         """
-        for prompt in inputs:
-            check_prompt(prompt.token_ids, params, self.engine.info.limits)
+        try:
+            for prompt in inputs:
+                check_prompt(prompt.token_ids, params, self.engine.info.limits)
+        except BadRequest as bad:
+            if bad.field != "prompt":
+                raise
+            raise BadRequest(body.prompt_field, bad.value, bad.limit) from None
         params = params.clone(
             output_kind=RequestOutputKind.DELTA if body.stream else RequestOutputKind.FINAL_ONLY
         )

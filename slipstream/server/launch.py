@@ -116,20 +116,20 @@ def serve(args: EngineArgs, options: ServeOptions) -> None:
     if options.shutdown_timeout < 0:
         raise ValueError(f"--shutdown-timeout={options.shutdown_timeout}: must be at least 0")
     scheme = "https" if options.tls.check() else "http"
+    names = _names(args)
     listener = _listen(options.host, options.port)
     begin = time.monotonic()
     engine = AsyncLLM.from_engine_args(args)
     try:
         tokenizer = None if args.skip_tokenizer_init else engine.get_tokenizer()
         render = None if tokenizer is None else load_chat_template(args.chat_template, tokenizer)
-        model = args.served_model_name or args.model
-        app = build_app(engine, model, tokenizer=tokenizer, render=render, options=options.server)
+        app = build_app(engine, names, tokenizer=tokenizer, render=render, options=options.server)
         host, port = listener.getsockname()[:2]
 
         def ready() -> None:
             engine.watch()
             url = f"{scheme}://{host}:{port}"
-            log.info("ready", url=url, model=model, seconds=time.monotonic() - begin)
+            log.info("ready", url=url, model=names[0], seconds=time.monotonic() - begin)
 
         tls, level = options.tls, options.uvicorn_log_level
         config = uvicorn.Config(
@@ -157,6 +157,15 @@ def serve(args: EngineArgs, options: ServeOptions) -> None:
     finally:
         engine.shutdown()
         listener.close()
+
+
+def _names(args: EngineArgs) -> tuple[str, ...]:
+    """What clients may call the model, once each. Raises ValueError."""
+    given = args.served_model_name or args.model
+    names = (given,) if isinstance(given, str) else tuple(dict.fromkeys(given))
+    if not all(names) or args.served_model_name == "":
+        raise ValueError(f"--served-model-name={args.served_model_name!r}: must not be empty")
+    return names
 
 
 def _listen(host: str, port: int) -> socket.socket:

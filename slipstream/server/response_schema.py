@@ -151,6 +151,7 @@ class ResponseStreamOptions(BaseModel):
 class ResponseBody(SamplingBody, TemplateOptions):
     """POST /v1/responses."""
 
+    prompt_field = "input"
     input: Annotated[
         list[Item], ONE_ERROR, Field(min_length=1, max_length=MAX_TURNS), BeforeValidator(_as_items)
     ] = Field(description="a text, or items: messages, function calls and their outputs, reasoning")

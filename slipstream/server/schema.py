@@ -4,7 +4,7 @@ name."""
 from __future__ import annotations
 
 from dataclasses import fields
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, ClassVar, Literal
 
 from pydantic import BaseModel, ConfigDict, FailFast, Field
 
@@ -81,8 +81,10 @@ class Refused(BaseModel):
 
 
 class SamplingBody(Body, Harmless, Refused):
-    """What every endpoint that generates takes. null always means the default."""
+    """What every endpoint that generates takes. null always means the default. prompt_field: what holds the
+    prompt."""
 
+    prompt_field: ClassVar[str] = "prompt"
     min_tokens: int | None = number("min_tokens")
     temperature: float | None = number("temperature")
     top_p: float | None = number("top_p")
@@ -267,6 +269,7 @@ Messages = Annotated[list[Message], ONE_ERROR, Field(min_length=1, max_length=MA
 class ChatBody(GenerateBody, TemplateOptions):
     """POST /v1/chat/completions."""
 
+    prompt_field = "messages"
     messages: Messages
     documents: Annotated[list[dict[str, Any]], ONE_ERROR, Field(max_length=MAX_TURNS)] | None = None
     max_completion_tokens: int | None = number("max_completion_tokens")

@@ -47,7 +47,7 @@ def test_the_trace_has_every_lane_and_no_step_overlaps_another_on_the_device(tin
 
 
 def test_a_trace_that_cannot_be_written_is_an_error_at_start(tiny_model, tmp_path):
-    with pytest.raises(OSError):
+    with pytest.raises(ValueError, match=r"--trace=.*No such file"):
         make_core(tiny_model("llama"), trace=str(tmp_path / "no such folder" / "trace.json"))
 
 

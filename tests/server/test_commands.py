@@ -109,6 +109,20 @@ def test_serve_answers_the_official_client_under_its_name_and_keys(server: Serve
         client.models.list()
 
 
+@pytest.mark.parametrize(
+    ("argv", "says"),
+    [
+        (["generate", "nowhere", "--prompt", "a"], "model='nowhere': no such folder or file"),
+        (["serve", "m", "--served-model-name", "a", ""], "--served-model-name=['a', '']: must not be empty"),
+    ],
+)
+def test_what_cannot_be_served_is_refused_by_its_flag(
+    argv: list[str], says: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(argv) == 2
+    assert f"error: {says}" in capsys.readouterr().err
+
+
 def test_the_readmes_client_reaches_the_readmes_server(
     model: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -78,7 +78,8 @@ def test_a_prompt_that_is_too_long_is_cut_to_what_fits_where_that_is_asked(door:
         ask = body | {"max_tokens": 5, "truncate_prompt_tokens": count}
         assert door.raw_json(path, ask)["usage"]["prompt_tokens"] == left
     # Of -1 all that max_model_len leaves beside max_tokens; the pool here has less room than that.
-    message = door.refused(path, body | {"max_tokens": 5, "truncate_prompt_tokens": -1}, "prompt")
+    field = "prompt" if "prompt" in body else "messages"
+    message = door.refused(path, body | {"max_tokens": 5, "truncate_prompt_tokens": -1}, field)
     assert f"{LIMITS.max_model_len - 5} tokens" in message
 
 
