@@ -48,6 +48,13 @@ class LastAgain:
         return Drafts(token_LK, torch.full_like(last_L, self.num_drafts))
 
 
+class Broken(LastAgain):
+    """Cannot be made."""
+
+    def __init__(self, target: Target, config: SpeculativeConfig) -> None:
+        raise RuntimeError("no drafts today")
+
+
 class Truthful:
     """Told by `learn` what each request (prompt and seed) says; drafts all of it, one token, or none, and is
     wrong about one draft in six."""

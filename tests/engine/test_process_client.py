@@ -88,10 +88,11 @@ def test_flags_that_cannot_be_honoured_raise_here_what_they_raise_there(tmp_path
     assert not list(scratch.glob("slipstream-*"))
 
 
-def test_an_engine_that_breaks_while_it_starts_says_how(tiny_model, tmp_path):
-    """A trace that cannot be written is no ValueError."""
-    with pytest.raises(EngineError, match="FileNotFoundError"):
-        ProcessClient(EngineArgs(model=str(tiny_model("llama")), trace=str(tmp_path / "no/t.json"), **SMALL))
+def test_an_engine_that_breaks_while_it_starts_says_how(tiny_model):
+    """A drafter of one's own that raises what it likes."""
+    drafting = {"method": "custom_class", "model": "drafters.Broken", "num_speculative_tokens": 2}
+    with pytest.raises(EngineError, match="RuntimeError: no drafts today"):
+        ProcessClient(EngineArgs(model=str(tiny_model("llama")), speculative_config=drafting, **SMALL))
 
 
 def test_a_dead_process_is_told_from_a_silent_one(tiny_model):
