@@ -137,7 +137,7 @@ async def first_model(target: Target) -> str:
             answer.raise_for_status()
             return str((await answer.json())["data"][0]["id"])
     except (aiohttp.ClientConnectionError, TimeoutError) as error:
-        raise ValueError(f"--base-url={target.base_url}: nobody answers: {error}") from None
+        raise ValueError(f"--base-url={target.base_url}: nobody answers at /v1/models: {error}") from None
     except (aiohttp.ClientError, OSError, KeyError, IndexError, TypeError, ValueError) as error:
         raise ValueError(f"--base-url={target.base_url}: {error!r} at /v1/models; name the --model") from None
 

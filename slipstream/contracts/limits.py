@@ -167,12 +167,15 @@ def check_request(
 
 
 def check_prompt(
-    prompt_token_ids: Sequence[int] | Array, params: SamplingParams, limits: ModelLimits
+    prompt_token_ids: Sequence[int] | Array,
+    params: SamplingParams,
+    limits: ModelLimits,
+    field: str = "prompt",
 ) -> None:
-    """The prompt's length and ids. Raises BadRequest that names the field prompt."""
+    """The prompt's length and ids. field: what holds it. Raises BadRequest that names that or max_tokens."""
     length = len(prompt_token_ids)
     if length == 0:
-        raise BadRequest("prompt", [], "must hold at least one token")
+        raise BadRequest(field, [], "must hold at least one token")
     if isinstance(prompt_token_ids, np.ndarray):
         low, high = prompt_token_ids.min(), prompt_token_ids.max()
     else:
@@ -180,19 +183,19 @@ def check_prompt(
     if low < 0 or high >= limits.vocab_size:
         bad = low if low < 0 else high
         raise BadRequest(
-            "prompt", int(bad), f"token id is out of vocabulary, must be 0 to {limits.vocab_size - 1}"
+            field, int(bad), f"token id is out of vocabulary, must be 0 to {limits.vocab_size - 1}"
         )
     wanted = params.max_tokens if params.max_tokens is not None else 1
     if length + max(wanted, min(1, wanted)) > limits.max_model_len:
         raise BadRequest(
-            "max_tokens" if length < limits.max_model_len else "prompt",
+            "max_tokens" if length < limits.max_model_len else field,
             wanted if length < limits.max_model_len else length,
             f"prompt of {length} tokens and max_tokens must fit max_model_len={limits.max_model_len}",
         )
     needed = -(-(length + max(wanted, 1)) // limits.block_size)
     if needed > limits.num_blocks:
         raise BadRequest(
-            "prompt",
+            field,
             f"{length} tokens",
             f"needs {needed} KV blocks of {limits.block_size} tokens with "
             f"max_tokens={wanted}, and the pool has {limits.num_blocks}",

@@ -190,13 +190,8 @@ class Context:
         Every prompt is checked before the first one starts. The engine knows the request by a name of our
         own, so that two clients may choose the same one.
         """
-        try:
-            for prompt in inputs:
-                check_prompt(prompt.token_ids, params, self.engine.info.limits)
-        except BadRequest as bad:
-            if bad.field != "prompt":
-                raise
-            raise BadRequest(body.prompt_field, bad.value, bad.limit) from None
+        for prompt in inputs:
+            check_prompt(prompt.token_ids, params, self.engine.info.limits, body.prompt_field)
         params = params.clone(
             output_kind=RequestOutputKind.DELTA if body.stream else RequestOutputKind.FINAL_ONLY
         )

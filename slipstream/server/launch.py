@@ -161,9 +161,9 @@ def serve(args: EngineArgs, options: ServeOptions) -> None:
 
 def _names(args: EngineArgs) -> tuple[str, ...]:
     """What clients may call the model, once each. Raises ValueError."""
-    given = args.served_model_name or args.model
+    given = args.model if args.served_model_name is None else args.served_model_name
     names = (given,) if isinstance(given, str) else tuple(dict.fromkeys(given))
-    if not all(names) or args.served_model_name == "":
+    if not names or not all(names):
         raise ValueError(f"--served-model-name={args.served_model_name!r}: must not be empty")
     return names
 

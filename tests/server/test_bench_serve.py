@@ -110,7 +110,7 @@ def test_failures_are_told_and_not_counted_as_served(
         assert main([*argv, "--extra-body", '{"no_such_field": 1}']) == 1
         assert "no_such_field" in capsys.readouterr().err
     assert main(argv) == 2, "nobody listens there any more"
-    assert "nobody answers" in capsys.readouterr().err
+    assert "nobody answers at /v1/models" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(
