@@ -39,12 +39,15 @@ def class_of(name: str) -> str:
     return next((label for label, pattern in CLASSES if re.search(pattern, name, re.IGNORECASE)), "other")
 
 
+def random_prompts(llm: LLM, count: int, tokens: int) -> list[Any]:
+    vocab = llm.info.limits.vocab_size
+    ids = np.random.default_rng(0).integers(100, vocab - 300, (count, tokens)).tolist()
+    return [{"prompt_token_ids": each} for each in ids]
+
+
 def start(llm: LLM, lanes: int, context: int, steps: int) -> Any:
     """A core in whose every step `lanes` rows decode, at `context` tokens in the middle of the run."""
-    rng = np.random.default_rng(0)
-    vocab = llm._client.info.limits.vocab_size
-    ids = rng.integers(100, vocab - 300, (lanes, context - steps)).tolist()
-    prompts = [{"prompt_token_ids": each} for each in ids]
+    prompts = random_prompts(llm, lanes, context - steps)
     params = SamplingParams(max_tokens=16 * steps, ignore_eos=True, detokenize=False, temperature=0.0)
     prepared = [llm._inputs.prepare(prompt, params, 0) for prompt in prompts]
     states = [llm._outputs.open(str(i), one) for i, one in enumerate(prepared)]
@@ -79,9 +82,7 @@ def measure(llm: LLM, lanes: int, context: int, steps: int) -> dict[str, Any]:
 
 def measure_prompts(llm: LLM, count: int, tokens: int) -> dict[str, Any]:
     """So many prompts, one token each, as the common benchmark's load "prefill"."""
-    vocab = llm.info.limits.vocab_size
-    ids = np.random.default_rng(0).integers(100, vocab - 300, (count, tokens)).tolist()
-    prompts = [{"prompt_token_ids": each} for each in ids]
+    prompts = random_prompts(llm, count, tokens)
     params = SamplingParams(max_tokens=1, ignore_eos=True, detokenize=False, temperature=0.0)
     for _ in range(3):
         begin = time.perf_counter()
