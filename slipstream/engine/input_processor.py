@@ -7,7 +7,6 @@ import functools
 import random
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from pathlib import Path
 from typing import TYPE_CHECKING, Any, NotRequired, TypedDict
 
 import numpy as np
@@ -168,9 +167,7 @@ def open_tokenizer(args: EngineArgs) -> Tokenizer | None:
     """The tokenizer that the flags name; None with skip_tokenizer_init. Raises ValueError."""
     if args.skip_tokenizer_init:
         return None
-    if args.tokenizer is None and not Path(args.model).expanduser().exists():
-        raise ValueError(f"model={args.model!r}: no such folder or file")
-    return load_tokenizer(args.tokenizer or args.model)
+    return load_tokenizer(args.tokenizer) if args.tokenizer else load_tokenizer(args.model, "model")
 
 
 def mix_seed(seed: int, index: int) -> int:

@@ -98,14 +98,14 @@ class Tokenizer:
         return None if text is None else self._backend.token_to_id(text)
 
 
-def load_tokenizer(path: str | Path) -> Tokenizer:
+def load_tokenizer(path: str | Path, field: str = "tokenizer") -> Tokenizer:
     """path: a Hugging Face folder, a GGUF file or a tokenizer.json. Raises ValueError that names what is
-    missing or unsupported."""
+    missing or unsupported; field: what gave the path."""
     path = Path(path).expanduser()
     if path.is_dir():
         return _from_folder(path)
     if not path.exists():
-        raise ValueError(f"tokenizer={str(path)!r}: no such folder or file")
+        raise ValueError(f"{field}={str(path)!r}: no such folder or file")
     if is_gguf(path):
         return _from_gguf(open_gguf(path))
     if path.suffix == ".json":
