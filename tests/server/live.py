@@ -6,7 +6,6 @@ from __future__ import annotations
 import json
 import socket
 import threading
-import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -15,6 +14,7 @@ import httpx
 import uvicorn
 from fastapi import FastAPI
 from openai import OpenAI
+from waiting import wait_for
 
 
 class Live:
@@ -65,10 +65,7 @@ def serve(app: FastAPI) -> Iterator[Live]:
     server = uvicorn.Server(uvicorn.Config(app, log_level="warning"))
     thread = threading.Thread(target=server.run, kwargs={"sockets": [listener]}, daemon=True)
     thread.start()
-    deadline = time.monotonic() + 10
-    while not server.started and time.monotonic() < deadline:
-        time.sleep(0.01)
-    assert server.started, "the server did not start"
+    assert wait_for(lambda: server.started), "the server did not start"
     live = Live(listener.getsockname()[1])
     try:
         yield live
@@ -78,14 +75,3 @@ def serve(app: FastAPI) -> Iterator[Live]:
         server.should_exit = True
         thread.join(10)
         listener.close()
-
-
-def wait_for(condition: object, seconds: float = 5.0) -> bool:
-    """True as soon as condition() holds."""
-    assert callable(condition)
-    deadline = time.monotonic() + seconds
-    while time.monotonic() < deadline:
-        if condition():
-            return True
-        time.sleep(0.02)
-    return bool(condition())

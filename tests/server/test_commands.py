@@ -18,9 +18,9 @@ from pathlib import Path
 import httpx
 import psutil
 import pytest
-from live import wait_for
 from openai import AuthenticationError, OpenAI
 from text_model import make_text_model
+from waiting import wait_for
 
 from slipstream.cli.main import main
 
@@ -170,7 +170,7 @@ def test_what_is_far_too_large_leaves_memory_flat(server: Server, body: object) 
             else:
                 with contextlib.suppress(httpx.TimeoutException):
                     client.post(path, json=body, timeout=0.02)
-        assert wait_for(lambda: server.memory() < before + 48 * 2**20, 10), server.memory() - before
+        assert wait_for(lambda: server.memory() < before + 48 * 2**20), server.memory() - before
         assert client.post("/v1/completions", json={"prompt": "hi", "max_tokens": 2}).status_code == 200
 
 
@@ -181,7 +181,7 @@ def test_sigterm_ends_serve_and_its_engine(model: Path) -> None:
     server.process.send_signal(signal.SIGTERM)
     server.process.wait(30)
     server.close()
-    assert wait_for(lambda: not any(child.is_running() for child in children), 10)
+    assert wait_for(lambda: not any(child.is_running() for child in children))
 
 
 def test_generate_streams_text_and_tells_its_speed(model: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -11,10 +11,11 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from live import Live, wait_for
+from live import Live
 from openai import AsyncOpenAI
 from real import real_server
 from text_model import VOCAB, ids_of, make_text_model
+from waiting import wait_for
 
 from slipstream.contracts.errors import BadRequest
 from slipstream.contracts.structured_outputs import StructuredOutputsParams

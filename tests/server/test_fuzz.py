@@ -19,10 +19,11 @@ import pytest
 from constraint_parts import CONSTRAINTS
 from hypothesis import HealthCheck, Phase, given, settings
 from hypothesis import strategies as st
-from live import Live, wait_for
+from live import Live
 from real import real_server
 from schemas import SCHEMAS
 from text_model import VOCAB, make_text_model
+from waiting import wait_for
 
 from slipstream.server.options import ServerOptions
 

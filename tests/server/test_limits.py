@@ -17,12 +17,13 @@ import httpx
 import pytest
 import trustme
 from conftest import render
-from live import serve, wait_for
+from live import serve
 from openai import OpenAI, RateLimitError
 from real import real_server
 from scripted import ByteTokenizer, ScriptedEngine
 from test_commands import Server
 from text_model import make_text_model
+from waiting import wait_for
 
 from slipstream.cli.main import main
 from slipstream.server.app import build_app
@@ -42,7 +43,7 @@ def model(tiny_model: Callable[..., Path]) -> Path:
 
 
 def test_requests_over_the_limit_get_a_429_and_those_inside_finish() -> None:
-    engine = ScriptedEngine(reply="x" * 40, delay=0.02)
+    engine = ScriptedEngine(reply="x" * 40, delay=0.5)
     with over(engine, max_concurrent_requests=3) as live, ThreadPoolExecutor(3) as pool:
         ask = {"prompt": "hi", "max_tokens": 40, "stream": True}
         inside = [pool.submit(live.events, "/v1/completions", ask) for _ in range(3)]
@@ -56,6 +57,7 @@ def test_requests_over_the_limit_get_a_429_and_those_inside_finish() -> None:
         with pytest.raises(RateLimitError):
             live.openai.completions.create(model="scripted", prompt="hi")
         assert live.http.get("/health").status_code == 200, "a full server is healthy"
+        engine.delay = 0.0
         assert all(len(events.result()) == 40 for events in inside)
         assert len(engine.seen) == 3
         assert live.http.post("/v1/completions", json={"prompt": "hi"}).status_code == 200
@@ -68,7 +70,7 @@ def test_a_client_that_retries_gets_in() -> None:
             live.events, "/v1/completions", {"prompt": "hi", "stream": True, "max_tokens": 20}
         )
         assert wait_for(lambda: engine.running)
-        with OpenAI(base_url=f"{live.url}/v1", api_key="none", max_retries=3) as client:
+        with OpenAI(base_url=f"{live.url}/v1", api_key="none", max_retries=10) as client:
             assert client.completions.create(model="scripted", prompt="hi").choices[0].finish_reason
         first.result()
 
@@ -126,8 +128,11 @@ def test_overload_is_refused_and_what_is_accepted_finishes(model: Path) -> None:
         statuses: list[int] = []
         deadline = time.monotonic() + 4
 
+        def go_on() -> bool:
+            return time.monotonic() < deadline or min(statuses.count(200), statuses.count(429)) <= 4
+
         async def client(http: httpx.AsyncClient) -> None:
-            while time.monotonic() < deadline:
+            while go_on():
                 body = {"prompt": "over and over", "max_tokens": 60, "min_tokens": 60}
                 answer = await http.post("/v1/completions", json=body)
                 statuses.append(answer.status_code)
@@ -142,7 +147,7 @@ def test_overload_is_refused_and_what_is_accepted_finishes(model: Path) -> None:
                 await asyncio.gather(*(client(http) for _ in range(32)))
 
         asyncio.run(run())
-        assert set(statuses) <= {200, 429, 503} and statuses.count(200) > 4 and statuses.count(429) > 4
+        assert {200, 429} <= set(statuses) <= {200, 429, 503}
         assert live.http.post("/v1/completions", json={"prompt": "a", "max_tokens": 1}).status_code == 200
         assert wait_for(lambda: live.metric("kv_blocks_free") == live.metric("kv_blocks_total"))
 

@@ -8,12 +8,13 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from live import Live, serve, wait_for
+from live import Live, serve
 from prometheus_client.parser import text_string_to_metric_families
 from real import real_server
 from scripted import ByteTokenizer
 from scripted_state import BusyEngine
 from text_model import make_text_model
+from waiting import wait_for
 
 from slipstream.server.app import build_app
 

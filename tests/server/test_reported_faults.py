@@ -12,10 +12,11 @@ from typing import Any
 
 import pytest
 import torch
-from live import Live, wait_for
+from live import Live
 from openai import AsyncOpenAI
 from real import real_server
 from text_model import VOCAB, ids_of, make_text_model
+from waiting import wait_for
 
 PROMPT = "Monday, Tuesday,"
 GREEDY = {"prompt": PROMPT, "temperature": 0, "max_tokens": 24}

@@ -8,10 +8,10 @@ from pathlib import Path
 
 import httpx
 import psutil
-from live import wait_for
 from openai import OpenAI
 from test_commands import Server
 from text_model import make_text_model
+from waiting import wait_for
 
 
 def test_a_stream_outlives_its_engine_and_a_crash_loop_ends_the_server(
@@ -48,7 +48,7 @@ def test_a_stream_outlives_its_engine_and_a_crash_loop_ends_the_server(
             httpx.get(f"{server.url}/metrics").text
         )
         kill_engine()
-        assert wait_for(lambda: health().json()["restarts"] == 2, 60)
+        assert wait_for(lambda: health().json()["restarts"] == 2)
         kill_engine()
         assert server.process.wait(30) == 1
     finally:

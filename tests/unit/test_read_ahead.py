@@ -13,6 +13,7 @@ from pathlib import Path
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
+from waiting import wait_for
 
 from slipstream.layers.linear import choose_linear
 from slipstream.loading import read_spec, staged
@@ -24,13 +25,6 @@ from slipstream.models.registry import MODELS
 
 CPU = torch.device("cpu")
 NAMES = [f"w{i}" for i in range(40)]
-
-
-def until(condition: Callable[[], bool]) -> None:
-    end = time.monotonic() + 20
-    while not condition():
-        assert time.monotonic() < end
-        time.sleep(0.001)
 
 
 class Shelf:
@@ -86,19 +80,19 @@ def test_a_name_asked_for_again_is_read_again() -> None:
 def test_reading_goes_on_in_order_while_the_caller_is_busy_and_stops_at_the_bound() -> None:
     shelf = Shelf()
     with ReadAhead(shelf, dict.fromkeys(NAMES, 10), window=75, threads=1) as take:
-        until(lambda: len(shelf.read) == 7)
+        assert wait_for(lambda: len(shelf.read) == 7)
         time.sleep(0.05)
         assert shelf.read == NAMES[:7]
         for number, name in enumerate(NAMES[:20], start=1):
             take(name)
-            until(lambda number=number: len(shelf.read) == 7 + number)
+            assert wait_for(lambda number=number: len(shelf.read) == 7 + number)
             assert shelf.read == NAMES[: 7 + number]
 
 
 def test_many_threads_keep_the_bound() -> None:
     shelf = Shelf()
     with ReadAhead(shelf, dict.fromkeys(NAMES, 10), window=75, threads=8) as take:
-        until(lambda: shelf.lead == 7)
+        assert wait_for(lambda: shelf.lead == 7)
         for name in NAMES:
             shelf.taken(name)  # said first: the take makes room, which is used at once
             take(name)
@@ -108,9 +102,9 @@ def test_many_threads_keep_the_bound() -> None:
 def test_a_tensor_beyond_the_bound_is_read_ahead_alone() -> None:
     shelf = Shelf()
     with ReadAhead(shelf, {"w1": 10, "w2": 500, "w3": 10}, window=100, threads=2) as take:
-        until(lambda: shelf.read == ["w1"])
+        assert wait_for(lambda: shelf.read == ["w1"])
         take("w1")
-        until(lambda: shelf.read == ["w1", "w2"])
+        assert wait_for(lambda: shelf.read == ["w1", "w2"])
         take("w2")
         take("w3")
 
@@ -123,7 +117,7 @@ def test_an_error_reaches_whoever_asks_for_that_name(threads: int) -> None:
         pytest.raises(ValueError, match="w5 is damaged"),
         ReadAhead(shelf, dict.fromkeys(NAMES, 1), window=100, threads=threads) as take,
     ):
-        until(lambda: "w5" in shelf.read)
+        assert wait_for(lambda: "w5" in shelf.read)
         for name in NAMES[:5]:
             take(name)
         take("w5")
