@@ -21,10 +21,14 @@ HEIGHT = 0.62
 
 
 def draw(events: list[dict[str, Any]], first: int, steps: int, file: Path) -> None:
-    """first: the first step shown; its submission is time 0."""
+    """first: the first step shown; its submission is time 0. Raises ValueError for steps that the trace does
+    not hold."""
     lanes = {e["tid"]: e["args"]["name"] for e in events if e["name"] == "thread_name"}
     order = list(lanes.values())
     begins = {e["args"]["step"]: e["ts"] for e in events if e["name"] == "submit"}
+    if steps < 1 or not {first, first + steps} <= begins.keys():
+        held = f"{min(begins)} to {max(begins)}, of which the last is not drawn" if begins else "none"
+        raise ValueError(f"--first={first} --steps={steps}: the trace's steps are {held}")
     origin, end = begins[first], begins[first + steps]
     figure, axes = plt.subplots(figsize=(10, 2.4), dpi=150)
     for event in events:
@@ -61,7 +65,14 @@ def main() -> None:
     parser.add_argument("--first", type=int, default=20, help="the first step shown (default: %(default)s)")
     parser.add_argument("--steps", type=int, default=6, help="default: %(default)s")
     args = parser.parse_args()
-    draw(json.loads(args.trace.read_text())["traceEvents"], args.first, args.steps, args.png)
+    try:
+        events = json.loads(args.trace.read_text("utf-8"))["traceEvents"]
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        parser.error(f"TRACE={args.trace}: is no trace: {error}")
+    try:
+        draw(events, args.first, args.steps, args.png)
+    except (OSError, ValueError) as error:
+        parser.error(str(error))
 
 
 if __name__ == "__main__":

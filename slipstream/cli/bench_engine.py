@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from slipstream.cli.bench_report import lengths
-from slipstream.cli.flags import add_engine_flags, add_sampling_flags, engine_args, sampling_params
+from slipstream.cli.flags import add_engine_flags, add_sampling_flags, engine_args, file_of, sampling_params
 from slipstream.config.args import EngineArgs
 from slipstream.contracts.errors import EngineError
 from slipstream.contracts.sampling_params import SamplingParams
@@ -56,8 +56,8 @@ def load_args(options: argparse.Namespace) -> EngineArgs:
 
 
 class Load:
-    """Requests as the flags ask. vocab_size: of random prompts; tokenizer: of --text. Raises ValueError,
-    OSError for flags that cannot be honoured."""
+    """Requests as the flags ask. vocab_size: of random prompts; tokenizer: of --text. Raises ValueError
+    for flags that cannot be honoured."""
 
     def __init__(self, options: argparse.Namespace, vocab_size: int, tokenizer: Tokenizer | None) -> None:
         self._params = sampling_params(options).clone(detokenize=options.text is not None)
@@ -66,7 +66,9 @@ class Load:
         self._text = None if tokenizer is None else self._encode(options.text, tokenizer)
 
     def _encode(self, path: Path, tokenizer: Tokenizer) -> list[int]:
-        ids = tokenizer.encode(path.read_text("utf-8"), add_special_tokens=False)
+        with file_of("--text", path):
+            text = path.read_text("utf-8")
+        ids = tokenizer.encode(text, add_special_tokens=False)
         if len(ids) < self._input[1]:
             raise ValueError(f"--text={path}: has {len(ids)} tokens, --input-len asks for {self._input[1]}")
         return ids

@@ -13,6 +13,8 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+from slipstream.cli.flags import file_of
+
 PERCENTILES = {"median": 50, "p90": 90, "p99": 99}
 
 
@@ -40,13 +42,14 @@ def add_report_flags(parser: argparse.ArgumentParser) -> None:
 
 
 def check_report(options: argparse.Namespace) -> None:
-    """Before anything is measured: raises OSError for a file that cannot be written, ValueError without
+    """Before anything is measured: raises ValueError for a file that cannot be written, and without
     matplotlib."""
     if options.plot is not None and importlib.util.find_spec("matplotlib") is None:
         raise ValueError(f"--plot={options.plot}: matplotlib is not installed (pip install matplotlib)")
-    for path in (options.json, options.plot):
+    for flag, path in (("--json", options.json), ("--plot", options.plot)):
         if path is not None:
-            path.touch()
+            with file_of(flag, path):
+                path.open("a").close()  # a directory can be touched
 
 
 def write_report(

@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from slipstream.cli.bench_report import add_report_flags, check_report, lengths, positive, write_report
+from slipstream.cli.flags import file_of
 from slipstream.contracts.errors import EngineError
 
 if TYPE_CHECKING:
@@ -169,7 +170,7 @@ def quick_loop() -> Callable[[], asyncio.AbstractEventLoop] | None:
 
 
 def make_load(options: argparse.Namespace) -> list[Ask]:
-    """What to ask, and when. Raises ValueError, OSError for files that do not serve."""
+    """What to ask, and when. Raises ValueError for files that do not serve."""
     import numpy as np
 
     from slipstream.cli import serve_load
@@ -179,7 +180,8 @@ def make_load(options: argparse.Namespace) -> list[Ask]:
     tokenizer = _tokenizer(options.tokenizer)
     if options.dataset is not None:
         return _from_dataset(options, random, due, tokenizer)
-    text = serve_load.default_text() if options.text is None else options.text.read_text("utf-8")
+    with file_of("--text", options.text):
+        text = serve_load.default_text() if options.text is None else options.text.read_text("utf-8")
     encode = None if tokenizer is None else lambda piece: tokenizer.encode(piece, add_special_tokens=False)
     pieces = serve_load.Excerpts(text, random, encode, None if tokenizer is None else tokenizer.decode)
     inputs, outputs = serve_load.chat_lengths(random, options.num_prompts)

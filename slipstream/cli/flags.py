@@ -6,8 +6,10 @@ from __future__ import annotations
 import argparse
 import json
 import re
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import fields
+from pathlib import Path
 from types import UnionType
 from typing import Any, get_args, get_origin, get_type_hints
 
@@ -82,6 +84,15 @@ def integer(text: str) -> int:
     if match is None or (value is not None and not value.is_integer()):
         raise ValueError(text)
     return int(value) if value is not None else int(match[1]) * _UNITS[match[2]]
+
+
+@contextmanager
+def file_of(flag: str, path: Path | str) -> Iterator[None]:
+    """Raises ValueError that names the flag for a file that the block cannot read, as text, or write."""
+    try:
+        yield
+    except (OSError, UnicodeDecodeError) as error:
+        raise ValueError(f"{flag}={path}: {getattr(error, 'strerror', None) or error}") from None
 
 
 def _plain_type(hint: Any) -> tuple[type, bool]:

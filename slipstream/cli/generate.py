@@ -7,7 +7,7 @@ import sys
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from slipstream.cli.flags import add_engine_flags, add_sampling_flags, engine_args, sampling_params
+from slipstream.cli.flags import add_engine_flags, add_sampling_flags, engine_args, file_of, sampling_params
 
 if TYPE_CHECKING:
     from slipstream.cli.session import Session
@@ -45,7 +45,7 @@ def add_parser(subparsers: Any) -> None:
 
 
 def run(options: argparse.Namespace) -> int:
-    """Raises ValueError for flags that cannot be honoured, OSError for a file that cannot be read."""
+    """Raises ValueError for flags that cannot be honoured."""
     texts = options.prompt + [_read(name) for name in options.prompt_file]
     if not texts:
         raise ValueError("--prompt or --prompt-file: at least one is needed")
@@ -77,4 +77,5 @@ def _encode(session: Session, text: str, options: argparse.Namespace) -> list[in
 
 
 def _read(name: str) -> str:
-    return sys.stdin.read() if name == "-" else Path(name).read_text("utf-8")
+    with file_of("--prompt-file", name):
+        return sys.stdin.read() if name == "-" else Path(name).read_text("utf-8")

@@ -11,6 +11,8 @@ from typing import Any
 
 import numpy as np
 
+from slipstream.cli.flags import file_of
+
 CHARACTERS_A_TOKEN = 4.2  # of English, vocabularies of 50,000 to 150,000; where no tokenizer is given
 # Means of ShareGPT's conversations as the vLLM paper has them (Kwon et al. 2023, figure 11), in tokens.
 CHAT_INPUT_MEAN, CHAT_OUTPUT_MEAN = 161.31, 337.99
@@ -102,8 +104,10 @@ def default_text() -> str:
 def conversations(path: Path, count: Count) -> Iterator[tuple[str, int]]:
     """Of a file in ShareGPT's format: the first turn of each conversation, and tokens of the answer to it.
     Raises ValueError for another format."""
+    with file_of("--dataset", path):
+        text = path.read_text("utf-8")
     try:
-        talks = json.loads(path.read_text("utf-8"))
+        talks = json.loads(text)
         for talk in talks:
             turns = talk.get("conversations", talk.get("conversation", []))
             if len(turns) < 2:

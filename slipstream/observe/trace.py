@@ -22,7 +22,7 @@ class Tracer:
     def __init__(self, path: str) -> None:
         self._path = Path(path)
         try:
-            self._path.touch()  # an unwritable path fails at start, not after the run
+            self._path.open("a").close()  # an unwritable path fails at start, not after the run
         except OSError as error:
             raise ValueError(f"--trace={path}: {error.strerror}") from None
         self._events: list[tuple[str, str, float, float, dict[str, Any]]] = []
