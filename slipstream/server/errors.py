@@ -43,6 +43,21 @@ _TYPES = {401: "authentication_error", 404: "not_found_error", 429: "rate_limit_
 
 # pydantic names the member of a union that it tried as if it were a field.
 _A_TYPE = re.compile(r"(str|int|float|bool|NoneType)$|(list|dict|constrained-str)\b|literal\[")
+# What must be where pydantic found something else; braces are filled from the error's context.
+_MUST_BE = {
+    "model_type": "an object",
+    "model_attributes_type": "an object",
+    "dict_type": "an object",
+    "list_type": "a list",
+    "string_type": "a string",
+    "bool_type": "true or false",
+    "int_type": "an integer",
+    "none_required": "null",
+    "literal_error": "{expected}",
+    "string_pattern_mismatch": "text of the form {pattern}",
+    "too_short": "at least {min_length} long",
+    "too_long": "at most {max_length} long",
+}
 
 
 class ErrorDetail(TypedDict):
@@ -141,18 +156,38 @@ def install(app: FastAPI) -> None:
 def from_validation(errors: Sequence[Mapping[str, Any]]) -> BadRequest:
     """The first schema violation as a BadRequest: the path of the field, its value, and the rule of
     limits.py."""
-    first = errors[0]
-    path = [str(part)[:80] for part in first["loc"][1:] if not _A_TYPE.match(str(part))]
-    whole = ".".join(path)
-    field = path[0] if path and path[0] in _LIMITS and whole not in _LIMITS else whole or "body"
+    first, *others = errors if _ruled(_path(errors[0])) else _of_the_form_meant(errors)
+    path = _path(first)
+    field = _ruled(path) or ".".join(path) or "body"
     if first["type"] == "extra_forbidden":
         return BadRequest(
             field, _short(first["input"]), "is not a field that this endpoint knows (see docs/server.md)"
         )
     if first["type"] == "missing":
         return BadRequest(field, None, "is required")
-    message = first["msg"][:1].lower() + first["msg"][1:]
+    known = [error for error in (first, *others) if error["type"] in _MUST_BE]
+    forms = [_MUST_BE[error["type"]].format(**error.get("ctx", {})) for error in known]
+    own = first["msg"][:1].lower() + first["msg"][1:]
+    message = "must be " + " or ".join(dict.fromkeys(forms)) if forms else own
     return BadRequest(field, _short(first["input"]), _LIMITS.get(field, message))
+
+
+def _of_the_form_meant(errors: Sequence[Mapping[str, Any]]) -> list[Mapping[str, Any]]:
+    """Those that say why the first field at fault is not good. Every form that it may have gave an error: the
+    form meant is the one in which it was found furthest inside."""
+    paths = [_path(error) for error in errors]
+    inside = [path for path in paths if path[: len(paths[0])] == paths[0]]
+    deepest = max(inside, key=len)
+    return [error for error, path in zip(errors, paths, strict=True) if path == deepest]
+
+
+def _ruled(path: Sequence[str]) -> str:
+    """The part of a path that has a rule of its own, or nothing."""
+    return next((part for part in (".".join(path), *path[:1]) if part in _LIMITS), "")
+
+
+def _path(error: Mapping[str, Any]) -> list[str]:
+    return [str(part)[:80] for part in error["loc"][1:] if not _A_TYPE.match(str(part))]
 
 
 def _short(value: Any) -> Any:

@@ -90,15 +90,20 @@ class ReasoningItem(_Item):
 
 def _kind(value: Any) -> str:
     kind = value.get("type", "message") if isinstance(value, dict) else getattr(value, "type", "message")
-    return kind if isinstance(kind, str) else "message"
+    return f"dict[{kind if isinstance(kind, str) else 'message'}]"
 
 
+# Tags look like pydantic's own names of a union's members: those are left out of a field's path.
 Item = Annotated[
-    Annotated[MessageItem, PydanticTag("message")]
-    | Annotated[CallItem, PydanticTag("function_call")]
-    | Annotated[CallOutputItem, PydanticTag("function_call_output")]
-    | Annotated[ReasoningItem, PydanticTag("reasoning")],
-    Discriminator(_kind),
+    Annotated[MessageItem, PydanticTag("dict[message]")]
+    | Annotated[CallItem, PydanticTag("dict[function_call]")]
+    | Annotated[CallOutputItem, PydanticTag("dict[function_call_output]")]
+    | Annotated[ReasoningItem, PydanticTag("dict[reasoning]")],
+    Discriminator(
+        _kind,
+        custom_error_type="item",
+        custom_error_message="must be of type message, function_call, function_call_output or reasoning",
+    ),
 ]
 
 

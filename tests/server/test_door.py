@@ -127,6 +127,35 @@ def test_a_value_past_its_limit_is_refused_by_name(door: Live, path: str, field:
     assert len(ENGINE.seen) == seen
 
 
+USER = {"role": "user"}
+IMAGE = {"type": "image_url", "image_url": {"url": "data:,"}}
+
+
+@pytest.mark.parametrize(
+    ("path", "body", "field", "rule"),
+    [
+        ("completions", "[]", "body", "must be an object"),
+        ("completions", {"prompt": [[1], "a"]}, "prompt", "must be a string, a list of strings"),
+        ("completions", {"prompt": "a", "echo": 1}, "echo", "must be true or false"),
+        ("embeddings", {"input": 5}, "input", "must be a string or a list"),
+        ("chat/completions", {"messages": []}, "messages", "must be at least 1 long"),
+        ("chat/completions", {"messages": [5]}, "messages.0", "must be an object"),
+        ("chat/completions", {"messages": [USER | {"content": 5}]}, "messages.0.content",
+         "must be a string or a list"),
+        ("chat/completions", {"messages": [*HI, USER | {"content": [IMAGE]}]}, "messages.1.content.0.type",
+         "must be 'text'"),
+        ("responses", {"input": [USER | {"content": [{"type": "input_image"}]}]}, "input.0.content.0.type",
+         "must be 'input_text', "),
+        ("responses", {"input": [{"role": "tool", "content": "a"}]}, "input.0.role", "must be 'system', "),
+        ("responses", {"input": [{"type": "web_search_call"}]}, "input.0", "must be of type message, "),
+    ],
+)  # fmt: skip
+def test_what_has_the_wrong_form_is_told_the_right_one(
+    door: Live, path: str, body: Any, field: str, rule: str
+) -> None:
+    assert f": {rule}" in door.refused(f"/v1/{path}", body, field)
+
+
 @BOTH
 @STREAMS
 @pytest.mark.parametrize("field", ["temperature", "top_p", "min_p", "presence_penalty", "repetition_penalty"])
