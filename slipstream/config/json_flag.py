@@ -5,21 +5,24 @@ from __future__ import annotations
 
 import json
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Literal
 
 from slipstream.config.args import flag_name
 
 JsonFlag = str | dict[str, Any] | None
-METHODS = (
-    "ngram", "ngram_gpu", "suffix", "medusa", "mlp_speculator", "custom_class", "eagle", "eagle3", "mtp",
-    "dflash", "dspark", "draft_model", "extract_hidden_states",
+Method = Literal[
+    "ngram", "suffix", "draft_model", "eagle", "eagle3", "medusa", "mlp_speculator", "custom_class"
+]
+METHODS: tuple[Method, ...] = (
+    "ngram", "suffix", "draft_model", "eagle", "eagle3", "medusa", "mlp_speculator", "custom_class",
 )  # fmt: skip
+# vLLM's other names, of which ngram_gpu is ngram here; a model's own `..._mtp` is one, too.
+VLLM_METHODS = ("ngram_gpu", "mtp", "dflash", "dspark", "extract_hidden_states")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Speculation:
-    """--speculative-config, as far as vLLM's rules depend on it. method: one of METHODS, or a model's own
-    `..._mtp`."""
+    """--speculative-config, as far as vLLM's rules depend on it. method: one that vLLM has."""
 
     method: str
     parallel_drafting: bool = False
@@ -39,15 +42,15 @@ def read_object(field: str, value: JsonFlag) -> dict[str, Any]:
 
 
 def method_of(fields: dict[str, Any], shown: JsonFlag) -> str:
-    """Without a method, a model named ngram is that method and any other a draft model, as in vLLM. Raises
-    ValueError; shown: the flag's value, for its text."""
+    """Ours, or one that vLLM alone has. Without a method, a model named ngram is that method and any other a
+    draft model, as in vLLM. Raises ValueError; shown: the flag's value, for its text."""
     start = f"--speculative-config={shown!r}: "
     model = fields.get("model")
     implied = "ngram" if model in ("ngram", "[ngram]") else None if model is None else "draft_model"
     method = fields.get("method", implied)
     if method is None:
         raise ValueError(f"{start}method (or model) is missing; methods are {', '.join(METHODS)}")
-    if not isinstance(method, str) or (method not in METHODS and not method.endswith("_mtp")):
+    if not isinstance(method, str) or not (method in METHODS + VLLM_METHODS or method.endswith("_mtp")):
         raise ValueError(f"{start}method must be one of {', '.join(METHODS)}")
     return method
 

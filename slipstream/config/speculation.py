@@ -8,14 +8,8 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any, Literal
 
-from slipstream.config.json_flag import JsonFlag, method_of, read_object
+from slipstream.config.json_flag import METHODS, JsonFlag, Method, method_of, read_object
 
-Method = Literal[
-    "ngram", "suffix", "draft_model", "eagle", "eagle3", "medusa", "mlp_speculator", "custom_class"
-]
-METHODS: tuple[Method, ...] = (
-    "ngram", "suffix", "draft_model", "eagle", "eagle3", "medusa", "mlp_speculator", "custom_class",
-)  # fmt: skip
 # Methods whose `model` is a folder of weights.
 WITH_WEIGHTS = ("draft_model", "eagle", "eagle3", "medusa", "mlp_speculator")
 # Methods without attention layers of their own. A custom class may have some.

@@ -190,7 +190,7 @@ def test_flags_that_contradict_each_other_are_named_and_vllms_column_stays(
 @pytest.mark.parametrize(
     ("flags", "named"),
     [
-        (by("magic"), "method must be one of"),
+        (by("magic"), "method must be one of ngram, suffix, draft_model"),
         ("--speculative-config '{'", "--speculative-config='{'"),
         ("--speculative-config '[1]'", "must be an object"),
         ("""--speculative-config '{"num_speculative_tokens": 3}'""", "method (or model) is missing"),
