@@ -176,17 +176,15 @@ def check_prompt(
     length = len(prompt_token_ids)
     if length == 0:
         raise BadRequest(field, [], "must hold at least one token")
-    if isinstance(prompt_token_ids, np.ndarray):
-        low, high = prompt_token_ids.min(), prompt_token_ids.max()
-    else:
-        low, high = min(prompt_token_ids), max(prompt_token_ids)
+    ids = np.asarray(prompt_token_ids)
+    low, high = ids.min(), ids.max()
     if low < 0 or high >= limits.vocab_size:
         bad = low if low < 0 else high
         raise BadRequest(
             field, int(bad), f"token id is out of vocabulary, must be 0 to {limits.vocab_size - 1}"
         )
     wanted = params.max_tokens if params.max_tokens is not None else 1
-    if length + max(wanted, min(1, wanted)) > limits.max_model_len:
+    if length + wanted > limits.max_model_len:
         raise BadRequest(
             "max_tokens" if length < limits.max_model_len else field,
             wanted if length < limits.max_model_len else length,
