@@ -93,6 +93,7 @@ class DeviceModel:
         self.last_drafts = (0, 0)
         self.broken_keys: set[int] = set()  # requests whose logits are not finite
         self.computed_tokens = 0
+        self.cleared: dict[int, tuple[int, int]] = {}  # a block's (row, generation) when it was cleared
 
     def run(self, plan: StepPlan) -> StepResult:
         self._check_plan(plan)
@@ -105,6 +106,7 @@ class DeviceModel:
         ):
             assert block != 0
             self.rows[row].blocks[index] = block
+        self._clear(plan.fresh_blocks().tolist())
         lanes, width = len(plan.lane_row), 1 + plan.draft_tokens
         drafted, room = np.zeros(lanes, np.int32), plan.draft_room
         counts, finish = np.zeros(lanes, np.int32), np.zeros(lanes, np.int32)
@@ -127,6 +129,10 @@ class DeviceModel:
                 new, finish[lane] = self._prefill(state, size, bool(plan.lane_samples[lane]))
                 pieces += self._score(row, state, start, start + size)
             assert state.num_computed <= plan.len_bound
+            index, half = divmod(state.num_computed, self.config.block_size)
+            if state.alive and half:
+                mine = self.cleared.get(state.blocks[index])
+                assert mine == (row, state.generation), "half of a block is another's"
             if new and state.alive:
                 self._draft(state)
             counts[lane] = len(new)
@@ -136,6 +142,13 @@ class DeviceModel:
             plan.step, plan.lane_row, plan.lane_generation, counts, tokens, finish, scores, pieces,
             drafted if plan.draft_tokens else None,
         )
+
+    def _clear(self, blocks: list[int]) -> None:
+        for row, state in enumerate(self.rows):
+            for index, block in state.blocks.items():
+                if state.alive and block in blocks:
+                    assert state.num_computed <= index * self.config.block_size, "it holds what was computed"
+                    self.cleared[block] = (row, state.generation)
 
     def _token_scores(self, tokens: np.ndarray) -> TokenLogprobs | None:
         """Where anybody asked: the tokens themselves, so that a test sees whose they are."""

@@ -87,6 +87,8 @@ class StepPlan:
         each may sample, bit t % 32 of word t // 32: next, and after each of its drafts. legal_drafts: int32
         [M, P - 1], what the row drafts instead of anything that a drafter left in it; -1 after the last.
         legal_length: int32 [M], tokens in the row.
+    half_blocks: int32, blocks of admissions that this step's chunks leave half full, or that lie behind a
+        prompt which is whole now, and that no earlier chunk has reached.
     """
 
     step: int
@@ -108,12 +110,13 @@ class StepPlan:
     legal: Array = field(default_factory=no_masks)
     legal_drafts: Array = field(default_factory=no_drafts)
     legal_length: Array = field(default_factory=empty_i32)
+    half_blocks: Array = field(default_factory=empty_i32)
 
     def fresh_blocks(self) -> Array:
-        """int32, new blocks that will be read half full: a prompt's last one, and those granted for
-        decoding."""
-        last = [admission.blocks[-1:] for admission in self.admissions]
-        return np.concatenate([*last, self.grant_block]) if last else self.grant_block
+        """int32, new blocks that will be read half full."""
+        if not len(self.half_blocks):
+            return self.grant_block
+        return np.concatenate((self.half_blocks, self.grant_block))
 
 
 @dataclass(slots=True)

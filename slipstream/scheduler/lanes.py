@@ -80,6 +80,16 @@ def take_chunk(columns: RowColumns, row: int, budget: int) -> Chunk:
     return Chunk(row, end - start, end, end == target)
 
 
+def half_blocks(columns: RowColumns, chunks: Iterable[Chunk], block_size: int) -> Array:
+    """int32, StepPlan's."""
+    found = [NO_ROWS]
+    for chunk in chunks:
+        begin = max(chunk.end // block_size, -(-(chunk.end - chunk.size) // block_size))
+        stop = columns.granted[chunk.row] if chunk.last else -(-chunk.end // block_size)
+        found.append(columns.blocks[chunk.row, begin:stop])
+    return np.concatenate(found)
+
+
 def affordable_drafts(drafts: int, decodes: int, most_tokens: int, prompts_wait: bool) -> int:
     """So many drafts a lane that the step's tokens hold them. Where prompts wait they get half of what is
     left of it."""

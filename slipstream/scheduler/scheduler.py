@@ -32,6 +32,7 @@ from slipstream.scheduler.lanes import (
     are_ending,
     blocks_short,
     give_back,
+    half_blocks,
     length_bound,
     make_lanes,
     quiet_tokens,
@@ -136,19 +137,21 @@ class Scheduler:
 
     def schedule(self) -> StepPlan | None:
         """The next step; None where no row can compute now (results in flight may change that)."""
-        grants, legal, admissions, changed = NO_GRANTS, NO_MASKS, [], False
+        grants, legal, admissions, half, changed = NO_GRANTS, NO_MASKS, [], NO_ROWS, False
         self._take_masks()
         self.fail(self.waiting.overdue(), OVERDUE)
-        drafts = self._drafting.choose(len(self._lanes.decode_row))
+        decodes, most = len(self._lanes.decode_row), self.config.max_num_batched_tokens
+        drafts = affordable_drafts(self._drafting.choose(decodes), decodes, most, False)
         width = 1 + self.config.most_drafts(drafts)
         if self._stale or self._run <= 0 or self._room < width or self._prefills or self._may_admit():
             self._settle()
             rows, grants, preempted, drafts, width = self._grant(drafts)
-            budget = self.config.max_num_batched_tokens - len(rows) * (1 + drafts)
+            budget = most - len(rows) * (1 + drafts)
             chunks = self._continue_prefills(budget)
             if not preempted:
                 budget -= sum(chunk.size for chunk in chunks)
                 admissions = self._admit(budget, chunks)
+            half = half_blocks(self._columns, chunks, self.config.block_size)
             changed = self._set_lanes(rows, chunks, width)
         else:
             self._length_bound += width
@@ -163,7 +166,7 @@ class Scheduler:
         plan = StepPlan(
             self._step, lanes.row, lanes.generation, lanes.query_len, lanes.samples, decodes,
             changed or drafts != self._drafts, self._length_bound, released, admissions, *grants,
-            width - 1, decodes * drafts, *legal,
+            width - 1, decodes * drafts, *legal, half,
         )
         self._flight.append(Flight(self._step, lanes, self._rows.departures, drafts, width - 1))
         self._step += 1

@@ -382,3 +382,11 @@ def test_a_newcomer_waits_until_each_running_row_has_a_free_block_left() -> None
     assert [a.request.key for a in harness.plans[0].admissions] == [1, 2]
     harness.finish_all()
     assert harness.scheduler.stats().preemptions == 0
+
+
+def test_drafts_of_steady_steps_stay_within_the_tokens_of_a_step() -> None:
+    harness = Harness(tokens_per_step=5, max_num_batched_tokens=10, num_blocks=200, grant_ahead=8)
+    harness.add(*(make_request(key, 4, 50, ignore_eos=True) for key in range(4)))
+    harness.finish_all()
+    tokens = [int(plan.lane_query_len.sum()) + plan.draft_room for plan in harness.plans]
+    assert max(tokens) <= 10 and any(plan.draft_tokens for plan in harness.plans)
