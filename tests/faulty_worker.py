@@ -2,15 +2,18 @@
 
 poison: it is killed in any step that computes a request with the token POISON; hungry: a step of more tokens
 than FITS, or with POISON, finds too little memory; doomed: it is killed in every step; broken: every step
-raises; held: the device runs none of the first HELD steps before the plan of the next one is there.
+raises; hold: the device runs none of the first HELD steps before the plan of the next one is there; starving:
+the device finds no memory in one step; slow: the first step is launched late.
 """
 
 from __future__ import annotations
 
+import itertools
 import os
 import signal
 import sys
 import threading
+import time
 from collections import defaultdict
 from collections.abc import Callable
 from typing import Any
@@ -18,6 +21,7 @@ from typing import Any
 import torch
 
 from slipstream.engine import worker_process
+from slipstream.engine.faults import LOOK_SECONDS
 
 POISON, FITS, HELD = 77, 48, 40
 
@@ -58,6 +62,23 @@ def broken(plan: Any, rows: set[int]) -> None:
     raise RuntimeError("the device fell off")
 
 
+def slow(plan: Any, rows: set[int]) -> None:
+    if plan.step == 0:
+        time.sleep(4 * LOOK_SECONDS)
+
+
+def starving(runner: Any) -> None:
+    """With other steps before and after it in flight."""
+    run, counted = runner._tick.run, itertools.count()
+
+    def starved(work: Any) -> Any:
+        if next(counted) == 10:
+            raise RuntimeError("DefaultCPUAllocator: can't allocate memory: you tried to allocate 1 byte")
+        return run(work)
+
+    runner._tick.run = starved
+
+
 def hold(runner: Any) -> None:
     """A worker that waited for a result before it took the next plan would wait for ever."""
     step, came = runner.step, defaultdict[int, threading.Event](threading.Event)
@@ -78,7 +99,10 @@ if __name__ == "__main__":
     def build_with_fault(plan: Any, known: Any) -> Any:
         built = build(plan, known)
         fault = os.environ["FAULT"]
-        hold(built.runner) if fault == "held" else watch(built.runner, globals()[fault])
+        if fault in ("hold", "starving"):
+            globals()[fault](built.runner)
+        else:
+            watch(built.runner, globals()[fault])
         return built
 
     worker_process.build_runner = build_with_fault

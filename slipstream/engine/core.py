@@ -84,7 +84,7 @@ class EngineCore:
 
     def abort(self, keys: Sequence[int]) -> None:
         self.scheduler.abort(keys)
-        self._recovery.aborted(keys)
+        self._recovery.ended(keys)
 
     @property
     def has_work(self) -> bool:
@@ -118,13 +118,15 @@ class EngineCore:
             if outputs is None:
                 self._grammars.wait(IDLE_SECONDS)
             return outputs
-        handle, launch = self._flight.popleft()
+        handle, launch = self._flight[0]  # Ctrl-C ends the wait alone: the step is still in flight then
         try:
             result = handle.wait()
         except Exception as error:
+            self._flight.popleft()
             self._recovery.failed(error, [handle for handle, _ in self._flight])
             self._flight.clear()
             return self._drain()
+        self._flight.popleft()
         begin = time.perf_counter()
         self._step_seconds = self._log.duration(handle.event)
         outputs = self.scheduler.apply(result, self._step_seconds)
@@ -157,6 +159,7 @@ class EngineCore:
         self._log.worker_restarts = self._executor.restarts
         outputs = self.scheduler.drain(always=before != self._executor.pid)
         if outputs is not None:
+            self._recovery.ended(outputs.keys.tolist())
             self._log.fill(outputs.stats)
         return outputs
 

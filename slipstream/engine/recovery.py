@@ -34,7 +34,8 @@ class Recovery:
             self._executor.made_token()
         self._suspects.applied(outputs)
 
-    def aborted(self, keys: Iterable[int]) -> None:
+    def ended(self, keys: Iterable[int]) -> None:
+        """To be called with those that ended outside of a step."""
         self._suspects.ended(keys)
 
     def failed(self, error: Exception, later: Iterable[Handle]) -> None:

@@ -62,7 +62,7 @@ class Suspects:
 
     def applied(self, outputs: EngineOutputs) -> None:
         """To be called after each step."""
-        if not self._seen:
+        if not self._seen and self._on_trial is None:
             return
         self._steps += 1
         if self._on_trial is not None:
@@ -75,6 +75,6 @@ class Suspects:
             self._seen = set()
 
     def ended(self, keys: Iterable[int]) -> None:
-        """Nobody wants these any more."""
+        """These have ended outside of a step: nobody wants them any more, or they failed by themselves."""
         if self._on_trial is not None and self._on_trial in set(keys):
             self._next()

@@ -186,6 +186,8 @@ class ProcessExecutor:
     def step(self, plan: StepPlan) -> WorkerHandle:
         handle = WorkerHandle(self, plan)
         if self._lost is None:
+            if not self._pending:  # it was idle, for however long
+                self._watchdog.restart(self._results, time.monotonic())
             self._pending.append(handle)
             self._tell(worker_wire.PLAN, self._plans.write(plan))
         else:

@@ -61,16 +61,15 @@ class Payload:
         self.host: Array = self.data.numpy()
 
 
+@dataclass(slots=True)
 class StagedWrites:
     """What one flush packed: views of a ring buffer, valid until the event given to `done_by`."""
 
-    __slots__ = ("_ring", "_slot", "num_spans", "num_words", "payload")
-
-    def __init__(
-        self, ring: Ring[Payload], slot: int, payload: Payload, num_spans: int, num_words: int
-    ) -> None:
-        self._ring, self._slot, self.payload = ring, slot, payload
-        self.num_spans, self.num_words = num_spans, num_words
+    ring: Ring[Payload]
+    slot: int
+    payload: Payload
+    num_spans: int
+    num_words: int
 
     def apply(self, arena: Tensor) -> None:
         """Runs on the stream: one copy, one kernel."""
@@ -81,7 +80,7 @@ class StagedWrites:
         scatter_spans(arena, packed[first:], packed[: self.num_spans], packed[self.num_spans : first])
 
     def done_by(self, event: Ticket) -> None:
-        self._ring.give_ticket(self._slot, event)
+        self.ring.give_ticket(self.slot, event)
 
 
 class InDoor:
@@ -130,6 +129,11 @@ class InDoor:
         for staged in (self._dst, self._length, self._data):
             staged.clear()
         return StagedWrites(self._ring, slot, payload, num_spans, num_words)
+
+    def reset(self) -> None:
+        """Nothing is in flight, and what was staged is forgotten."""
+        self._ring.reset()
+        self._dst, self._length, self._data = [], [], []
 
 
 @dataclass(frozen=True, slots=True)
@@ -184,6 +188,7 @@ class OutDoor:
         records = iter(memory_SXL)
         self.ring = Ring(lambda: OutRecord(next(records)), slots)
 
+    @torch.inference_mode()
     def reset(self) -> None:
         """Runs on the stream, with nothing in flight: host and device take the first record next."""
         self.ring.reset()
@@ -213,14 +218,9 @@ def from_host(values: Array, device: torch.device) -> Tensor:
 
 
 def leave(tensor: Tensor) -> Tensor:
-    """Runs on the stream: a large and rare result (logprobs) on its way to the host. Read it after the event
-    of its step, by to_host."""
+    """Runs on the stream: a large and rare result (logprobs) on its way to the host. Read it, by numpy(),
+    after the event of its step."""
     if tensor.device.type == "cpu":
         return tensor
     host = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=True)
     return host.copy_(tensor, non_blocking=True)
-
-
-def to_host(tensor: Tensor) -> Array:
-    """What leave() gave, as NumPy."""
-    return tensor.numpy()

@@ -180,6 +180,10 @@ class RowTable:
         """Everything staged since the last flush, packed for one step."""
         return self._door.flush()
 
+    def reset(self) -> None:
+        """Nothing is in flight, and nothing staged is to be written."""
+        self._door.reset()
+
     def stage_record(self, row: int, record: Array) -> None:
         self._door.span(row * len(self._scalars), record)
 

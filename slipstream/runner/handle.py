@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 
 from slipstream.contracts.step import PromptLogprobs, StepResult, TokenLogprobs
-from slipstream.rows.doors import HostRecord, to_host
+from slipstream.rows.doors import HostRecord
 from slipstream.rows.stream import Event
 from slipstream.runner.lanes import LaneSet
 from slipstream.runner.tick import Scores, StepWork, TickOutput
@@ -42,7 +42,7 @@ class StepHandle:
             finish=record.finish_L,
             logprobs=None if output.logprobs is None else _token_logprobs(output.logprobs, lanes, record),
             prompt_logprobs=[
-                PromptLogprobs(s.row, s.generation, s.first, *(to_host(t) for t in scores))
+                PromptLogprobs(s.row, s.generation, s.first, *(t.numpy() for t in scores))
                 for s, scores in zip(self._work.prompt_scores, output.prompt_logprobs, strict=True)
             ],
             drafted=record.drafted_L,
@@ -51,7 +51,7 @@ class StepHandle:
 
 def _token_logprobs(scores: Scores, lanes: LaneSet, record: HostRecord) -> TokenLogprobs:
     """From the lines of the lanes that are scored to all lanes of the step."""
-    ids, values, rank = (to_host(t) for t in scores)
+    ids, values, rank = (t.numpy() for t in scores)
     spread = (*record.token_LQ.shape, ids.shape[1])
     out = TokenLogprobs(
         np.zeros(spread, np.int32), np.zeros(spread, np.float32), np.zeros(spread[:2], np.int32)

@@ -17,7 +17,7 @@ from slipstream.rows.table import RowTable
 from slipstream.runner.handle import StepHandle
 from slipstream.runner.lanes import LaneSet, prompt_scores
 from slipstream.runner.mirror import RowMirror
-from slipstream.runner.tick import StepWork, Tick
+from slipstream.runner.tick import StepWork, Tick, TickOutput
 from slipstream.sampling.pipeline import Pipeline
 
 
@@ -42,6 +42,7 @@ class ModelRunner:
         self._tick = tick
         self._out, self._records = records, records.ring
         self._lanes: LaneSet | None = None
+        self._failure: Exception | None = None  # of a step, until reset()
 
     def step(self, plan: StepPlan) -> StepHandle:
         """Submit one step; returns at once."""
@@ -57,7 +58,7 @@ class ModelRunner:
         writes = self.table.flush()
         slot, record = self._records.take()
         work = StepWork(writes, lanes, bound_L, scores, record, plan.fresh_blocks())
-        event = self.stream.submit(lambda: self._tick.run(work))
+        event = self.stream.submit(lambda: self._run(work))
         writes.done_by(event)
         handle = StepHandle(plan.step, work, event)
         self._records.give_ticket(slot, handle)
@@ -67,7 +68,7 @@ class ModelRunner:
         """Rows whose owner left die, unless this very plan gives them to somebody else."""
         rows = plan.released
         if len(rows) and plan.admissions:
-            rows = np.setdiff1d(rows, _rows_of(plan.admissions))
+            rows = np.setdiff1d(rows, np.array([each.row for each in plan.admissions], np.int32))
         if len(rows):
             self.table.release(rows)
 
@@ -85,14 +86,21 @@ class ModelRunner:
             self._lanes = self._tick.stage_lanes(plan, self._mirror)
         return self._lanes
 
+    def _run(self, work: StepWork) -> TickOutput:
+        """Runs on the stream. What comes after a step that failed fails like it: rows are not as planned."""
+        if self._failure is not None:
+            raise self._failure
+        try:
+            return self._tick.run(work)
+        except Exception as error:
+            self._failure = error
+            raise
+
     def reset(self) -> None:
         """After a failed step, with nothing in flight: it may have ended before its record was written."""
+        self._failure = None
+        self.table.reset()
         self.stream.submit(self._out.reset).wait()
 
     def close(self) -> None:
         self.stream.close()
-
-
-def _rows_of(admissions: Sequence[Admission]) -> np.ndarray:
-    """int32, the rows that these take."""
-    return np.array([admission.row for admission in admissions], np.int32)

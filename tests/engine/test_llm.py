@@ -212,6 +212,34 @@ def test_a_prompt_that_never_fits_is_refused_and_short_ones_are_served(folder):
     llm.close()
 
 
+def test_a_call_that_is_interrupted_while_a_step_runs_leaves_nothing_behind(llm, monkeypatch):
+    core = llm._client.core
+    step, waits_until = core._executor.step, []
+
+    class Interrupted:
+        def __init__(self, handle):
+            self._handle = handle
+
+        def __getattr__(self, name):
+            return getattr(self._handle, name)
+
+        def wait(self):
+            if waits_until and self.step >= waits_until[0]:
+                waits_until.clear()
+                raise KeyboardInterrupt
+            return self._handle.wait()
+
+    monkeypatch.setattr(core._executor, "step", lambda plan: Interrupted(step(plan)))
+    expected = generate(llm, "Hello", GREEDY.clone(max_tokens=3))[0].outputs[0].text
+    for _ in range(2):
+        waits_until.append(core.scheduler.stats().steps + 5)
+        with pytest.raises(KeyboardInterrupt):
+            generate(llm, [f"p {i}" for i in range(30)], GREEDY.clone(max_tokens=100))
+    assert generate(llm, "Hello", GREEDY.clone(max_tokens=3))[0].outputs[0].text == expected
+    assert (core.scheduler.num_running, core.scheduler.num_waiting) == (0, 0)
+    core.scheduler.check_invariants()
+
+
 def test_an_interrupted_call_leaves_nothing_behind(llm, monkeypatch):
     scheduler = llm._client.core.scheduler
     receive, calls = llm._client.receive, []

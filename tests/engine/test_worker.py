@@ -14,7 +14,7 @@ import faulty_worker
 import numpy as np
 import psutil
 import pytest
-from harness import Collected, make_core, make_request, run
+from harness import Collected, collect, make_core, make_request, run
 from waiting import wait_for
 
 from slipstream.contracts.errors import CrashLoopError
@@ -61,7 +61,7 @@ def poisoned(core: EngineCore, key: int) -> EngineRequest:
 def test_a_worker_takes_the_next_plan_while_a_step_is_not_done(
     fault: Callable[[str], None], tiny_model: Callable[..., Path], expected: dict[int, list[int]]
 ) -> None:
-    fault("held")
+    fault("hold")
     core = make_core(
         tiny_model("llama"), **SMALL, distributed_executor_backend="mp", spare_processes=False,
         engine_progress_timeout=10.0,
@@ -77,13 +77,15 @@ def tokens(found: dict[int, Collected], keys: range) -> dict[int, list[int]]:
     return {key: found[key].tokens for key in keys}
 
 
-def test_the_request_that_ends_workers_fails_alone(fault, tiny_model, expected) -> None:
+@pytest.mark.parametrize("key", [100, -5])
+def test_the_request_that_ends_workers_fails_alone(key, fault, tiny_model, expected) -> None:
+    """Whether it is the last or the first to be tried."""
     fault("poison")
     core = make_core(tiny_model("llama"), distributed_executor_backend="mp", **SMALL)
     everyone = requests(core, range(8))
-    found = run(core, [*everyone[:3], poisoned(core, 100), *everyone[3:]])
-    assert found[100].finish == Finish.ERROR and "again and again" in found[100].errors[0]
-    assert tokens(found, range(8)) == {key: expected[key] for key in range(8)}
+    found = run(core, [*everyone[:3], poisoned(core, key), *everyone[3:]])
+    assert found[key].finish == Finish.ERROR and "again and again" in found[key].errors[0]
+    assert tokens(found, range(8)) == expected
     assert core._executor.restarts == 3, "two losses and a trial"
     core.scheduler.check_invariants()
     core.close()
@@ -106,6 +108,51 @@ def test_steps_without_memory_shrink_until_they_fit_and_who_never_fits_fails_alo
     assert tokens(run(core, requests(core, range(2))), range(2)) == {0: expected[0], 1: expected[1]}
     assert core._executor.restarts == 0
     core.scheduler.check_invariants()
+    core.close()
+
+
+def test_a_suspect_that_fails_by_itself_lets_the_others_go_on(fault, tiny_model, expected) -> None:
+    fault("hungry")
+    core = make_core(tiny_model("llama"), distributed_executor_backend="mp", **SMALL)
+    everyone = [poisoned(core, -5), *requests(core, range(4))]
+    found = {request.key: Collected() for request in everyone}
+    core.add(everyone)
+    for _ in range(2):  # losses from outside, which say nothing of the poison
+        while not core._executor.up:
+            collect(core.step(), found)
+        os.kill(core._executor.pid, signal.SIGSTOP)
+        core._submit()
+        os.kill(core._executor.pid, signal.SIGKILL)
+        collect(core.step(), found)
+    while core.has_work:
+        collect(core.step(), found)
+    assert found[-5].finish == Finish.ERROR and "too little memory" in found[-5].errors[0]
+    assert tokens(found, range(4)) == {key: expected[key] for key in range(4)}
+    core.close()
+
+
+@pytest.mark.parametrize("backend", ["mp", "uni"])
+def test_a_step_that_lacks_memory_on_the_device_is_made_again(backend, fault, tiny_model, expected) -> None:
+    fault("starving")
+    core = make_core(tiny_model("llama"), distributed_executor_backend=backend, **SMALL)
+    if backend == "uni":
+        faulty_worker.starving(core._executor.runner)
+    found = run(core, requests(core, range(8)))
+    assert tokens(found, range(8)) == expected
+    assert core.scheduler.config.max_num_batched_tokens == SMALL["max_num_batched_tokens"] // 2
+    assert core._executor.restarts == 0
+    core.close()
+
+
+def test_a_worker_that_was_idle_is_not_taken_for_stuck(fault, tiny_model, expected) -> None:
+    fault("slow")
+    core = make_core(
+        tiny_model("llama"), distributed_executor_backend="mp", **SMALL, engine_progress_timeout=60.0
+    )
+    core._executor._watchdog.since -= 10_000.0
+    core._executor._watchdog.moved -= 10_000.0
+    assert tokens(run(core, requests(core, range(8))), range(8)) == expected
+    assert core._executor.restarts == 0
     core.close()
 
 

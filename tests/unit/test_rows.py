@@ -11,7 +11,7 @@ from slipstream.contracts.sampling_params import SamplingParams
 from slipstream.contracts.step import Admission
 from slipstream.kernels.spans import scatter_spans
 from slipstream.rows.columns import Column
-from slipstream.rows.doors import InDoor, Ring
+from slipstream.rows.doors import InDoor, OutDoor, Ring
 from slipstream.rows.stream import CpuStream
 from slipstream.rows.table import RowTable
 
@@ -177,6 +177,25 @@ def test_a_ring_hands_out_its_items_in_turn_after_their_tickets():
     assert waited == []
     ring.take()
     assert waited == ["first"]
+
+
+def test_doors_begin_anew_after_a_step_that_failed():
+    class Failed:
+        def wait(self):
+            raise MemoryError("a step of before")
+
+    door = InDoor(slots=2, pinned=False)
+    with torch.inference_mode():  # as the runner is built
+        out = OutDoor(2, 4, torch.device("cpu"))
+    for _ in range(2):
+        door.span(0, np.arange(3, dtype=np.int32))
+        door.flush().done_by(Failed())
+        out.ring.give_ticket(out.ring.take()[0], Failed())
+    door.span(0, np.arange(3, dtype=np.int32))
+    door.reset()
+    out.reset()
+    assert door.flush().num_spans == 0, "what was staged for the rows of before"
+    assert out.ring.take()[0] == 0
 
 
 def test_the_cpu_stream_runs_in_order_and_carries_errors_to_the_waiter():
