@@ -6,7 +6,6 @@ the KV pool. Whatever passes here cannot make a step fail.
 
 from __future__ import annotations
 
-import math
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
@@ -62,7 +61,7 @@ class Number:
             return
         kinds = (int,) if self.integer else (int, float)
         good = isinstance(value, kinds) and not isinstance(value, bool)
-        if not good or not math.isfinite(value) or value > self.high or value < self.low:
+        if not good or not self.low <= value <= self.high:
             raise BadRequest(self.field, value, self.limit)
         if self.low_open and value == self.low:
             raise BadRequest(self.field, value, self.limit)
@@ -200,6 +199,15 @@ def check_prompt(
         )
 
 
+def check_text(field: str, value: str) -> None:
+    """Raises BadRequest for text that no encoding can hold: JSON's escapes and Python's strings may have half
+    of a character that takes two codes in UTF-16."""
+    try:
+        value.encode()
+    except UnicodeEncodeError:
+        raise BadRequest(field, value, "must be Unicode text, without lone surrogates") from None
+
+
 def _check_strings(field: str, value: Any, most: int, chars: int) -> None:
     if value is None:
         return
@@ -209,6 +217,8 @@ def _check_strings(field: str, value: Any, most: int, chars: int) -> None:
         raise BadRequest(field, len(value), f"must be at most {most} strings")
     if any(len(s) > chars for s in value):
         raise BadRequest(field, max(value, key=len), f"must be strings of at most {chars} characters")
+    for text in value:
+        check_text(field, text)
 
 
 def _check_ids(field: str, value: Any, most: int | None, empty_ok: bool = True) -> None:

@@ -14,7 +14,7 @@ import numpy as np
 from slipstream.config.args import EngineArgs
 from slipstream.config.structured_outputs import NONE, config_of
 from slipstream.contracts.errors import BadRequest
-from slipstream.contracts.limits import MAX_END_TOKEN_IDS, check_request
+from slipstream.contracts.limits import MAX_END_TOKEN_IDS, check_request, check_text
 from slipstream.contracts.sampling_params import SamplingParams
 from slipstream.engine.client import EngineInfo
 from slipstream.text.tokenizer import Tokenizer, load_tokenizer
@@ -125,6 +125,7 @@ class InputProcessor:
         assert text is not None
         if self._tokenizer is None:
             raise BadRequest("prompt", text, "must be token ids: the engine runs without a tokenizer")
+        check_text("prompt", text)
         return self._tokenizer.encode(text, add_special_tokens=True)
 
     def _grammar(self, params: SamplingParams, banned: Sequence[Sequence[int]]) -> str:
@@ -198,6 +199,7 @@ def _parts(prompt: Prompt) -> tuple[str | None, list[int] | None, str | None]:
         raise BadRequest("prompt", text, "must be a string, or token ids in prompt_token_ids")
     if salt is not None and (not isinstance(salt, str) or not salt):
         raise BadRequest("cache_salt", salt, "must be a string that is not empty")
+    check_text("cache_salt", salt or "")
     return text, None if ids is None else _ids(ids), salt
 
 

@@ -14,6 +14,7 @@ from slipstream.config.args import EngineArgs
 from slipstream.contracts.errors import CrashLoopError, EngineDeadError
 from slipstream.contracts.outputs import EngineOutputs
 from slipstream.contracts.request import EngineRequest
+from slipstream.engine import wire
 from slipstream.engine.client import EngineHealth, EngineInfo
 from slipstream.engine.faults import START_FACTOR, START_SECONDS, Losses, Watchdog
 from slipstream.engine.process_client import ProcessClient
@@ -76,6 +77,8 @@ class SteadyClient:
     def add(self, requests: Sequence[EngineRequest]) -> None:
         if self._state == "up":
             self._now.add(requests)
+        else:
+            wire.encode(requests)  # what no engine can be told is refused now, not when the next one is up
 
     def abort(self, keys: Sequence[int]) -> None:
         if self._state == "up":

@@ -134,6 +134,8 @@ def test_requests_that_come_while_no_engine_is_up_wait_for_the_next(llm: AsyncLL
         await asyncio.sleep(0.01)
         waiting.cancel()
         assert not llm.health.ready and not llm.errored
+        with pytest.raises(TypeError):
+            llm._client.add([object()])  # it would be the end of everybody when the next engine is up
         found = await asyncio.wait_for(outputs, 60)
         assert (await look).snapshot.phase.shape == (6,)
         assert llm.health.restarts == before + 1

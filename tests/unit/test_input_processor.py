@@ -65,7 +65,7 @@ def test_every_kind_of_prompt_becomes_text_and_ids(inputs, prompt, text, ids):
         "", [], {"prompt": ""}, {"prompt_token_ids": []}, {}, {"prompt": None}, {"prompt": 3}, 3, None, [1.5],
         [True], ["a", "b"], [[1]], {"prompt_token_ids": "abc"}, {"text": "abc"}, [7, -3, 9], [2**40],
         [LIMITS.vocab_size], np.array([1.5]), {"prompt": "a", "multi_modal_data": {}},
-        {"prompt": 3, "prompt_token_ids": [1]}, [1] * LIMITS.max_model_len,
+        {"prompt": 3, "prompt_token_ids": [1]}, [1] * LIMITS.max_model_len, "half of \ud83d",
     ],
 )
 def test_prompts_that_are_none_are_refused_by_name(inputs, prompt):
@@ -81,7 +81,7 @@ def test_an_empty_prompt_is_the_start_token_where_the_tokenizer_adds_one(tmp_pat
 def test_cache_salt_is_carried_and_checked(inputs):
     assert inputs.prepare({"prompt": "a", "cache_salt": "s"}, SamplingParams()).cache_salt == "s"
     assert inputs.prepare("a", SamplingParams()).cache_salt is None
-    for salt in ("", 3):
+    for salt in ("", 3, "\udead"):
         assert refused(inputs, {"prompt": "a", "cache_salt": salt}).field == "cache_salt"
 
 
