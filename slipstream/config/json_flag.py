@@ -30,7 +30,7 @@ class Speculation:
 
 
 def read_object(field: str, value: JsonFlag) -> dict[str, Any]:
-    """Raises ValueError that names the field's flag."""
+    """The caller's own. Raises ValueError that names the field's flag."""
     start = f"{flag_name(field)}={value!r}: "
     try:
         fields = json.loads(value) if isinstance(value, str) else value or {}
@@ -38,7 +38,7 @@ def read_object(field: str, value: JsonFlag) -> dict[str, Any]:
         raise ValueError(f"{start}not valid JSON: {error}") from None
     if not isinstance(fields, dict):
         raise ValueError(f'{start}must be an object such as {{"key": "value"}}')
-    return fields
+    return dict(fields)
 
 
 def method_of(fields: dict[str, Any], shown: JsonFlag) -> str:

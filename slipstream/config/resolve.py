@@ -8,6 +8,7 @@ from __future__ import annotations
 import os
 from collections.abc import Mapping
 from dataclasses import asdict
+from typing import get_args, get_type_hints
 
 from slipstream.config.args import EngineArgs, flag_name
 from slipstream.config.device import (
@@ -43,6 +44,8 @@ ORDER = (
 DTYPES = ("float32", "bfloat16", "float16")
 LOAD_FORMATS = ("auto", "safetensors", "gguf", "dummy")
 DEFAULT_MAX_NUM_SEQS = 256
+_KINDS = {int: "an integer", float: "a number", bool: "true or false"}
+MOST_WORDS = 2**31  # of the row table: the host's writes have 32-bit addresses
 POLICY = (
     "each step has room for as many as gave the most tokens a second, by acceptance and step times measured "
     "some steps ago; none where they don't pay or would preempt a request"
@@ -67,6 +70,7 @@ def resolve(
     dtype = _dtype(args, spec, device, choices)
     max_model_len = _max_model_len(args, spec, choices)
     max_num_seqs = args.max_num_seqs or DEFAULT_MAX_NUM_SEQS
+    _check_table(max_num_seqs, max_model_len, args.block_size)
     batched = _batched_tokens(args, device, max_num_seqs, choices)
     vote = choose_runner(args, facts, env, choices, device=device)
     steps = choose_steps_in_flight(args, vote, choices)
@@ -108,7 +112,12 @@ def resolve(
 
 
 def _check(args: EngineArgs) -> None:
-    """Ranges of single flags."""
+    """Types and ranges of single flags."""
+    for name, hint in get_type_hints(EngineArgs).items():
+        kind, value = (get_args(hint) or (hint,))[0], getattr(args, name)
+        kinds = (int, float) if kind is float else (kind,)
+        if kind in _KINDS and value is not None and type(value) not in kinds:
+            raise ValueError(f"{flag_name(name)}={value!r}: must be {_KINDS[kind]}")
     positive = (
         "max_model_len",
         "max_num_seqs",
@@ -120,7 +129,7 @@ def _check(args: EngineArgs) -> None:
     )
     for name in positive:
         value = getattr(args, name)
-        if value is not None and (type(value) is not int or value < 1):
+        if value is not None and value < 1:
             raise ValueError(f"{flag_name(name)}={value!r}: must be an integer of at least 1")
     for name, allowed in (
         ("load_format", LOAD_FORMATS),
@@ -145,6 +154,16 @@ def _check(args: EngineArgs) -> None:
     if args.num_gpu_blocks_override is not None and args.kv_cache_memory_bytes is not None:
         raise ValueError(
             "--num-gpu-blocks-override and --kv-cache-memory-bytes both size the KV pool: give one"
+        )
+
+
+def _check_table(max_num_seqs: int, max_model_len: int, block_size: int) -> None:
+    """The bulk of a row: its tokens, and its blocks twice."""
+    words = max_num_seqs * (max_model_len + 2 * -(-max_model_len // block_size))
+    if words >= MOST_WORDS:
+        raise ValueError(
+            f"--max-num-seqs={max_num_seqs}, --max-model-len={max_model_len}: the table of rows would have "
+            f"{words:,} words, and must have fewer than {MOST_WORDS:,}"
         )
 
 
@@ -178,6 +197,8 @@ def _max_model_len(args: EngineArgs, spec: ModelSpec, choices: dict[str, Choice]
         raise ValueError(
             f"--max-model-len={value}: the model was made for at most {spec.max_model_len} positions"
         )
+    if value < 2:
+        raise ValueError(f"--max-model-len={value}: must be at least 2, for a prompt and its answer")
     reason = "asked for" if args.max_model_len else "the model's own"
     choices["max_model_len"] = Choice(value=value, reason=reason, flag="--max-model-len")
     return value

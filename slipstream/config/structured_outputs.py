@@ -55,6 +55,8 @@ def read_structured_outputs(args: EngineArgs) -> StructuredOutputsConfig:
         elif type(value) not in (int, float) or not 0 < value <= 600:
             raise ValueError(f"{FLAG}: {key}={value!r}: must be a number of seconds, over 0 and at most 600")
     if args.skip_tokenizer_init:
+        if given or asked != AUTO:
+            raise ValueError(f"{FLAG}: grammars need a tokenizer, and --skip-tokenizer-init leaves it out")
         return NOTHING
     backend = GUIDANCE if asked == AUTO else asked
     if not is_installed(backend):

@@ -113,6 +113,12 @@ def test_token_buckets_double_up_to_the_largest_step(tokens: int, buckets: tuple
     assert plan(max_num_batched_tokens=tokens, max_num_seqs=8).token_buckets == buckets
 
 
+def test_objects_that_are_given_stay_as_they_are() -> None:
+    given = {"backend": "guidance", "compile_timeout": 3}
+    assert plan(structured_outputs_config=given) == plan(structured_outputs_config=given)
+    assert given == {"backend": "guidance", "compile_timeout": 3}
+
+
 @pytest.mark.parametrize("name", ["fp8", "fp8_e4m3"])
 def test_an_fp8_cache_has_one_name_in_the_plan(name: str) -> None:
     assert plan(kv_cache_dtype=name).kv_cache_dtype == "fp8"
@@ -151,6 +157,15 @@ def test_compilation_is_asked_for_as_json_or_as_a_mapping(config: Any) -> None:
         (H200, {"compilation_config": {"level": 3}}, "unknown field 'level'"),
         (H200, {"compilation_config": {"mode": "max"}}, "mode must be one of none, stock_torch_compile"),
         (H200, {"compilation_config": {"mode": ["none"]}}, "mode must be one of"),
+        (CPU, {"max_model_len": 1}, "--max-model-len=1: must be at least 2"),
+        (CPU, {"max_num_seqs": True}, "--max-num-seqs=True: must be an integer"),
+        (CPU, {"max_logprobs": 2.5}, "--max-logprobs=2.5: must be an integer"),
+        (CPU, {"seed": "x"}, "--seed='x': must be an integer"),
+        (CPU, {"gpu_memory_utilization": "0.5"}, "--gpu-memory-utilization='0.5': must be a number"),
+        (CPU, {"enforce_eager": 1}, "--enforce-eager=1: must be true or false"),
+        (H200, {"max_num_seqs": 600_000, "max_num_batched_tokens": 600_000}, "--max-num-seqs=600000.*words"),
+        (CPU, {"skip_tokenizer_init": True, "structured_outputs_config": {"compile_timeout": 3}},
+         "--structured-outputs-config: .*--skip-tokenizer-init"),
     ],
 )
 def test_what_cannot_be_honoured_is_refused(facts: DeviceFacts, flags: dict[str, Any], message: str) -> None:
