@@ -141,6 +141,8 @@ class Grammars:
             state.matcher = self._compiler.compile(state.request.grammar)
         except ValueError as error:
             state.error = f"{FIELD}: {error}"
+        except Exception as error:  # whatever it was, this request alone must not wait for ever
+            state.error = f"{FIELD}: could not be compiled: {error!r}"
         self._follow(state, state.request.resumed_token_ids.tolist())
         self._work.opened.append(state)
         self._work.come.set()

@@ -90,9 +90,7 @@ def warm_up(
     tick.point_all_lanes_nowhere()
     compiling.compile(lambda: tick.launch_each_kind(shapes), lambda: multiply_once(plan, device))
     memory = CudaMemory(device)
-    # A step beyond the last bucket of the plan runs eagerly.
-    most = plan.token_buckets[-1] if plan.graph_sizes else 0
-    captured = [shape for shape in shapes if plan.graph_sizes and (shape.decode or shape.tokens <= most)]
+    captured = with_graphs(plan, shapes)
     # What others need lies in the graphs' memory; only these take activations beside them.
     eager = [shape for shape in shapes if shape not in captured]
 
@@ -118,6 +116,12 @@ def warm_up(
     tick.begin()
     torch.cuda.synchronize(device)
     return settle(planned, taken, memory.used())
+
+
+def with_graphs(plan: EnginePlan, shapes: Sequence[Shape]) -> list[Shape]:
+    """Shapes up to the plan's last sizes; steps beyond run eagerly."""
+    lanes, tokens = (max(sizes, default=0) for sizes in (plan.graph_sizes, plan.token_buckets))
+    return [s for s in shapes if (s.lanes <= lanes if s.decode else s.tokens <= tokens)]
 
 
 def _largest(shapes: Sequence[Shape]) -> list[Shape]:

@@ -14,6 +14,9 @@ from slipstream.sampling.top_k import has_small_top_k
 Tensor = torch.Tensor
 
 
+LEAST = torch.finfo(torch.float32).tiny  # a GPU may take what is nearer to 0 for 0, which keeps no token
+
+
 class TopP:
     """Column top_p."""
 
@@ -22,7 +25,7 @@ class TopP:
 
     def admit(self, request: EngineRequest, write: RowWriter) -> bool:
         params = request.params
-        write.scalar("top_p", params.top_p)
+        write.scalar("top_p", max(params.top_p, LEAST))
         return not params.greedy and params.top_p < 1.0 and not has_small_top_k(params)
 
     def apply(self, logits_NV: Tensor, batch: SampleBatch) -> None:

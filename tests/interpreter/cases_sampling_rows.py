@@ -31,6 +31,7 @@ TRUNCATIONS = [
     {"min_p": 1.0},
     {"temperature": 9.0, "top_k": 2500},
     {"temperature": 1e-5, "top_p": 0.5},
+    {"top_k": 5, "top_p": 1e-46},  # 0 as float32
     {},
     {"temperature": GREEDY_TEMPERATURE / 2, "top_k": 3},
 ]

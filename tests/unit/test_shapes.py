@@ -1,10 +1,13 @@
 """Which captured shape serves a step."""
 
+from types import SimpleNamespace
+
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
 from slipstream.runner.shapes import FULL, GREEDY, SAMPLED, Shapes
+from slipstream.runner.warmup import with_graphs
 
 LANES, TOKENS, TOP = (1, 2, 4, 8, 16, 32, 64, 128), (32, 64, 128, 256, 512), 20
 STAGES = {"temperature": SAMPLED, "penalties": FULL}
@@ -43,6 +46,14 @@ def test_greedy_decoding_takes_the_least_bucket(lanes):
     shape = SHAPES.find(lanes, lanes, decode=True, features=(), num_logprobs=-1)
     assert shape.lanes == min(size for size in LANES if size >= lanes)
     assert shape.stage == GREEDY
+
+
+def test_graphs_end_with_the_sizes_that_were_asked_for():
+    plan = SimpleNamespace(graph_sizes=(2, 8), token_buckets=(32, 128))
+    captured = with_graphs(plan, SHAPES.all())
+    assert {shape.lanes for shape in captured if shape.decode} == {1, 2, 4, 8}
+    assert {shape.tokens for shape in captured if not shape.decode} == {32, 64, 128}
+    assert with_graphs(SimpleNamespace(graph_sizes=(), token_buckets=()), SHAPES.all()) == []
 
 
 def test_more_logprobs_than_graphs_compute_have_a_shape_of_their_own():
