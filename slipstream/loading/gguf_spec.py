@@ -19,6 +19,11 @@ _FILE_DTYPES = {"F32": "float32", "F16": "float16"}
 _PLAIN_KINDS = ("F32", "F16", "BF16")
 # llama.cpp's converter turns llama3 scaling into a tensor: what each frequency is divided by.
 ROPE_FACTORS = "rope_freqs.weight"
+# llama.cpp multiplies YaRN's own attention factor by these, or bends it; and its defaults of the betas.
+_YARN_PLAIN = {
+    "attn_factor": 1.0, "yarn_attn_factor": 1.0, "yarn_ext_factor": 1.0, "yarn_log_multiplier": 0.0,
+}  # fmt: skip
+_BETA_FAST, _BETA_SLOW = 32.0, 1.0
 _MODULES = {
     "token_embd": "model.embed_tokens",
     "output_norm": "model.norm",
@@ -107,6 +112,10 @@ def _rope(file: GGUFFile, arch: str, head_dim: int) -> RopeSpec:
     kind = file.get(scaling + "type", "none")
     if kind not in ("none", "linear", "yarn"):
         raise file.unsupported(f"{scaling}type {kind!r}", ("none", "linear", "yarn"))
+    if kind == "yarn":
+        for name, plain in _YARN_PLAIN.items():
+            if (value := file.get(scaling + name, plain)) not in (plain, -1.0):  # -1: as the model has it
+                raise file.unsupported(f"{scaling}{name} {value}", [f"{plain}"])
     trained = file.need(f"{arch}.context_length")
     divisors = file.array(ROPE_FACTORS).tolist() if ROPE_FACTORS in file.tensors else ()
     return RopeSpec(
@@ -115,6 +124,8 @@ def _rope(file: GGUFFile, arch: str, head_dim: int) -> RopeSpec:
         kind="default" if kind == "none" else kind,
         factor=_decimal(file.need(scaling + "factor")) if kind != "none" else 1.0,
         original_max_position=file.get(scaling + "original_context_length", trained),
+        beta_fast=_decimal(file.get(scaling + "yarn_beta_fast", _BETA_FAST)),
+        beta_slow=_decimal(file.get(scaling + "yarn_beta_slow", _BETA_SLOW)),
         divisors=tuple(divisors),
     )
 

@@ -7,6 +7,7 @@ Reads what transformers 4 wrote (rope_scaling, rope_theta, torch_dtype) and what
 from __future__ import annotations
 
 import json
+import math
 from pathlib import Path
 from typing import Any
 
@@ -22,7 +23,9 @@ _ROPE_KEYS = {
     "llama3": ("factor", "low_freq_factor", "high_freq_factor"),
     "yarn": ("factor",),
 }
-_ROPE_OPTIONS = ("attention_factor", "mscale", "mscale_all_dim", "truncate", "beta_fast", "beta_slow")
+_ROPE_BETAS = ("beta_fast", "beta_slow")
+_ROPE_OPTIONS = ("attention_factor", "mscale", "mscale_all_dim", "truncate", *_ROPE_BETAS)
+_DEFAULT_WINDOW = 4096  # transformers', where config.json does not speak of it; null is none
 # The families whose attention_bias transformers reads; it covers q, k, v and o.
 _ATTENTION_BIAS = ("LlamaForCausalLM", "Qwen3ForCausalLM")
 _DTYPES = ("float32", "bfloat16", "float16")
@@ -50,6 +53,8 @@ def _checked_spec(file: Path, config: Config, generation: Config) -> ModelSpec:
         raise ValueError(f"{file}: the field {missing} is missing") from None
     except ValueError as error:
         raise ValueError(f"{file}: {error}") from None
+    except TypeError as error:
+        raise ValueError(f"{file}: a field has a value of the wrong kind: {error}") from None
 
 
 def read_json(file: Path) -> Config:
@@ -133,10 +138,16 @@ def _rope(config: Config, head_dim: int) -> RopeSpec:
     theta: Any = given.get("rope_theta", config.get("rope_theta", 10000.0))
     trained = config["max_position_embeddings"]
     if kind in ("llama3", "yarn"):
-        stated = given.get("original_max_position_embeddings", trained)
-        trained = config.get("original_max_position_embeddings", stated)
+        stated = given.get("original_max_position_embeddings") or trained
+        trained = config.get("original_max_position_embeddings") or stated
     wanted = (*_ROPE_KEYS[kind], *(_ROPE_OPTIONS if kind == "yarn" else ()))
     options = {key: given[key] for key in wanted if given.get(key) is not None}
+    for key in _ROPE_BETAS:
+        if not options.get(key, True):
+            del options[key]  # transformers takes 0 for the default
+    for key, value in options.items():
+        if key != "truncate" and (type(value) not in (int, float) or not 0 <= value < math.inf):
+            raise ValueError(f"rope_scaling: {key}={value!r}: must be a number, at least 0")
     return RopeSpec(
         theta=float(theta), rotary_dim=head_dim, kind=kind, original_max_position=trained, **options
     )
@@ -152,15 +163,15 @@ def _max_model_len(config: Config, rope: RopeSpec) -> int:
 
 
 def _windows(architecture: str, config: Config) -> Windows:
-    """Mistral: every layer, where a size is given. Qwen: only under use_sliding_window, by layer_types or
-    from max_window_layers on. Llama: never."""
+    """By layer_types. Without: of Mistral every layer; of Qwen, and only under use_sliding_window, those from
+    max_window_layers on. Llama: never."""
     layers: int = config["num_hidden_layers"]
-    size: int | None = config.get("sliding_window")
-    if architecture == "MistralForCausalLM":
-        return (size,) * layers
-    if architecture == "LlamaForCausalLM" or not config.get("use_sliding_window") or size is None:
+    size: int | None = config.get("sliding_window", _DEFAULT_WINDOW)
+    mistral = architecture == "MistralForCausalLM"
+    wanted = mistral or (architecture != "LlamaForCausalLM" and config.get("use_sliding_window"))
+    if not wanted or size is None:
         return (None,) * layers
-    first = config.get("max_window_layers", 28)
+    first = 0 if mistral else config.get("max_window_layers", 28)
     default = ["sliding_attention" if i >= first else "full_attention" for i in range(layers)]
     types = config.get("layer_types") or default
     if not set(types) <= {"full_attention", "sliding_attention"} or len(types) != layers:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import math
 from collections.abc import Callable
 from contextlib import AbstractContextManager
@@ -24,9 +25,11 @@ from slipstream.models.maths import Maths
 from slipstream.models.maths_fused import FusedMaths
 from slipstream.models.maths_torch import TorchMaths
 from slipstream.models.registry import MODELS
+from slipstream.observe.log import get_logger
 
 Tensor = torch.Tensor
 T = TypeVar("T")
+log = get_logger(__name__)
 
 LOAD_FORMATS = ("auto", "safetensors", "gguf", "dummy")
 # Weights on the device that the model has not asked for yet, and who reads them.
@@ -72,12 +75,14 @@ def load_model(
     if load_format not in LOAD_FORMATS:
         raise ValueError(f"load_format={load_format!r}: must be one of {', '.join(LOAD_FORMATS)}")
     model_class = MODELS[spec.architecture]
-    shapes = model_class.weight_shapes(spec)
     source: WeightSource
     if load_format == "dummy":
+        shapes = model_class.weight_shapes(spec)
         source = DummySource(shapes, dtype, device, seed)
     else:
         source = _stored(Path(path).expanduser(), spec, device, load_format)
+        spec = _as_stored(spec, source)
+        shapes = model_class.weight_shapes(spec)
         _check_weights(source.shapes, shapes, str(path))
 
     def build(maths: Maths) -> Model:
@@ -144,6 +149,18 @@ def _stored(path: Path, spec: ModelSpec, device: torch.device, load_format: str)
     if load_format == "safetensors" and gguf:
         raise ValueError(f"load_format='safetensors': {path} is a GGUF file")
     return GGUFSource(open_gguf(path), spec) if gguf else SafetensorsSource(path, device)
+
+
+def _as_stored(spec: ModelSpec, source: WeightSource) -> ModelSpec:
+    """A head that is stored counts, whatever the config says of tied embeddings, where it is another."""
+    head, embed = "lm_head.weight", "model.embed_tokens.weight"
+    shape = source.shapes.get(head)
+    if not spec.tie_word_embeddings or shape is None or shape != source.shapes.get(embed):
+        return spec
+    if torch.equal(source.get(head), source.get(embed)):
+        return spec
+    log.warning("tie_word_embeddings is true, but the head that is stored is another; it is used", head=head)
+    return dataclasses.replace(spec, tie_word_embeddings=False)
 
 
 def _check_weights(found: Shapes, wanted: Shapes, path: str) -> None:

@@ -113,8 +113,11 @@ def uninterleave(rows: Tensor, heads: int) -> Tensor:
 
 
 def _weight_files(folder: Path) -> list[Path]:
-    index = folder / "model.safetensors.index.json"
-    if index.exists():
+    """As transformers looks for them: one file, else the shards of an index; else whatever is there."""
+    single, index = folder / "model.safetensors", folder / "model.safetensors.index.json"
+    if single.exists():
+        files = [single]
+    elif index.exists():
         weight_map = read_json(index).get("weight_map")
         if not isinstance(weight_map, dict):
             raise ValueError(f"{index}: the field 'weight_map' is missing")

@@ -31,7 +31,7 @@ def plan_eager_memory(
     lane of so many tokens to its end, in a pool of the null block alone. Raises ValueError where not one
     request fits."""
     allocate(1)
-    tokens = min(plan.max_num_batched_tokens, plan.max_model_len)
+    tokens = min(plan.max_num_batched_tokens, plan.max_model_len - 1)  # one more is sampled
     if plan.device == "cpu":
         tokens = min(PROFILE_TOKENS, tokens)
         peak = measure_peak(lambda: step(tokens))

@@ -225,3 +225,20 @@ def test_unknown_tensors_are_reported_by_their_own_name(tmp_path: Path) -> None:
     assert hf_name("blk.7.attn_k.bias") == "model.layers.7.self_attn.k_proj.bias"
     assert hf_name("output.weight") == "lm_head.weight"
     assert hf_name("blk.0.ffn_gate_exps.weight") == "blk.0.ffn_gate_exps.weight"
+
+
+def test_options_of_yarn_are_read_or_refused(tiny: Callable[..., Path], tmp_path: Path) -> None:
+    yarn = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 64, "beta_fast": 4.0,
+            "beta_slow": 0.5}  # fmt: skip
+    folder, tokens_T = tiny("llama", rope=yarn), tokens(96)
+    stored = dict(
+        add_rope_scaling_type=gguf.RopeScalingType.YARN, add_rope_scaling_factor=4.0,
+        add_rope_scaling_orig_ctx_len=64, add_rope_scaling_yarn_beta_fast=4.0,
+        add_rope_scaling_yarn_beta_slow=0.5, add_rope_scaling_yarn_attn_factor=1.0,
+    )
+    file = write_gguf(folder, tmp_path / "yarn.gguf", "llama", **stored)
+    assert_same(run(ours(file), tokens_T, [96]), reference(folder, tokens_T, [96]))
+    stored["add_rope_scaling_yarn_attn_factor"] = 1.3
+    file = write_gguf(folder, tmp_path / "other.gguf", "llama", **stored)
+    with pytest.raises(ValueError, match=r"yarn_attn_factor 1\.2999.* is not supported, must be one of 1\.0"):
+        read_spec(file)

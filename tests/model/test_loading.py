@@ -57,22 +57,37 @@ def test_sharded_weights_load_as_the_single_file_does(tiny_model: Callable[..., 
     assert torch.equal(logits(load(single)), logits(load(sharded)))
 
 
+def test_a_head_that_is_stored_counts_though_the_config_ties_it(
+    tiny_model: Callable[..., Path], tmp_path: Path
+) -> None:
+    """As transformers 5 has it."""
+    weights = copy(tiny_model("qwen2", tie=True), tmp_path)
+    assert "lm_head.weight" not in weights
+    tied = logits(load(tiny_model("qwen2", tie=True)))
+    weights["lm_head.weight"] = weights["model.embed_tokens.weight"].clone()
+    save_file(weights, tmp_path / "model.safetensors")
+    assert torch.equal(logits(load(tmp_path)), tied)
+    weights["lm_head.weight"] = 2 * weights["model.embed_tokens.weight"]
+    save_file(weights, tmp_path / "model.safetensors")
+    assert torch.equal(logits(load(tmp_path)), 2 * tied)
+
+
+def test_other_weights_beside_the_models_are_left_alone(
+    tiny_model: Callable[..., Path], tmp_path: Path
+) -> None:
+    weights = copy(tiny_model("llama"), tmp_path)
+    save_file(weights, tmp_path / "model.safetensors")
+    save_file({"layers.0.attention.wq.weight": torch.ones(2, 2)}, tmp_path / "consolidated.safetensors")
+    (tmp_path / "model.safetensors.index.json").write_text('{"weight_map": {"a": "gone.safetensors"}}')
+    assert torch.equal(logits(load(tmp_path)), logits(load(tiny_model("llama"))))
+
+
 def test_a_missing_shard_is_named(tiny_model: Callable[..., Path], tmp_path: Path) -> None:
     for file in tiny_model("llama", max_shard_size="100KB").iterdir():
         if not file.name.startswith("model-00002"):
             (tmp_path / file.name).symlink_to(file)
     with pytest.raises(ValueError, match=r"missing: model-00002-of-0000\d.safetensors"):
         load(tmp_path)
-
-
-def test_a_tied_head_is_the_embedding_even_where_a_copy_is_stored(
-    tiny_model: Callable[..., Path], tmp_path: Path
-) -> None:
-    tied = tiny_model("qwen2", tie=True)
-    weights = copy(tied, tmp_path)
-    assert "lm_head.weight" not in weights
-    save_file(weights | {"lm_head.weight": torch.zeros(256, 64)}, tmp_path / "model.safetensors")
-    assert torch.equal(logits(load(tmp_path)), logits(load(tied)))
 
 
 @pytest.mark.parametrize(
@@ -158,6 +173,8 @@ def test_end_tokens_of_both_files_end_a_text(tmp_path: Path) -> None:
         ({"rope_type": "linear", "factor": 4.0}, 16384),
         ({"rope_type": "dynamic", "factor": 2.0}, 8192),
         ({"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 2048}, 8192),
+        ({"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": None, "beta_slow": 0},
+         16384),
         ({"rope_type": "llama3", "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0,
           "original_max_position_embeddings": 512}, 4096),
     ],
@@ -165,6 +182,30 @@ def test_end_tokens_of_both_files_end_a_text(tmp_path: Path) -> None:
 def test_the_longest_text_follows_from_the_scaling(tmp_path: Path, scaling: Any, longest: int) -> None:
     folder = write_config(tmp_path, max_position_embeddings=4096, rope_scaling=scaling)
     assert read_spec(folder).max_model_len == longest
+
+
+@pytest.mark.parametrize(
+    ("family", "changes", "windows"),
+    [
+        ("Mistral", {}, (4096,) * 4),
+        ("Mistral", {"sliding_window": 8}, (8,) * 4),
+        ("Mistral", {"sliding_window": 8, "layer_types": ["full_attention", "sliding_attention"] * 2},
+         (None, 8) * 2),
+        ("Qwen2", {"use_sliding_window": True, "max_window_layers": 3}, (None, None, None, 4096)),
+        ("Qwen2", {"sliding_window": 8, "max_window_layers": 0}, (None,) * 4),
+        ("Qwen3", {"use_sliding_window": True, "sliding_window": 8, "max_window_layers": 3},
+         (None, None, None, 8)),
+        ("Llama", {"sliding_window": 8}, (None,) * 4),
+    ],
+)
+def test_windows_are_those_of_transformers(
+    tmp_path: Path, family: str, changes: dict[str, Any], windows: tuple[int | None, ...]
+) -> None:
+    folder = write_config(tmp_path, architectures=[f"{family}ForCausalLM"], **changes)
+    assert read_spec(folder).windows == windows
+    config = json.loads((folder / "config.json").read_text()) | {"sliding_window": None}
+    (folder / "config.json").write_text(json.dumps(config))
+    assert read_spec(folder).windows == (None,) * 4, "null is none, whatever else is said"
 
 
 @pytest.mark.parametrize(
@@ -181,6 +222,8 @@ def test_the_longest_text_follows_from_the_scaling(tmp_path: Path, scaling: Any,
         ({"partial_rotary_factor": 0.5}, "partial_rotary_factor"),
         ({"torch_dtype": "float8_e4m3fn"}, "dtype: 'float8_e4m3fn' is not supported"),
         ({"vocab_size": None}, "the field 'vocab_size' is missing"),
+        ({"rope_scaling": {"rope_type": "yarn", "factor": "4"}}, "factor='4': must be a number"),
+        ({"num_attention_heads": "4"}, "a value of the wrong kind"),
         ({"architectures": ["Qwen3ForCausalLM"], "use_sliding_window": True, "sliding_window": 8,
           "layer_types": ["full_attention"]}, "layer_types: must be 4 of"),
     ],

@@ -40,6 +40,14 @@ def plain(model: Path) -> dict[int, Collected]:
     return out
 
 
+def test_it_starts_where_a_step_may_be_as_long_as_a_row(model: Path) -> None:
+    config = {"method": "draft_model", "model": str(model), "num_speculative_tokens": 3}
+    core = make_core(
+        model, model_runner="v1", speculative_config=config, max_model_len=128, num_gpu_blocks_override=None
+    )
+    core.close()
+
+
 @pytest.mark.parametrize("method", METHODS)
 def test_texts_are_those_of_plain_decoding(model: Path, plain: dict[int, Collected], method: str) -> None:
     config = {"method": method, **METHODS[method]}
