@@ -118,7 +118,7 @@ class EngineCore:
             if outputs is None:
                 self._grammars.wait(IDLE_SECONDS)
             return outputs
-        handle, launch = self._flight[0]  # Ctrl-C ends the wait alone: the step is still in flight then
+        handle, launch = self._flight[0]  # Ctrl-C may end the wait: the step is still in flight then
         try:
             result = handle.wait()
         except Exception as error:

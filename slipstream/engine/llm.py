@@ -15,6 +15,7 @@ from slipstream.contracts.errors import EngineError
 from slipstream.contracts.sampling_params import RequestOutputKind, SamplingParams
 from slipstream.engine.client import EngineClient, EngineInfo
 from slipstream.engine.input_processor import InputProcessor, Prompt, open_tokenizer
+from slipstream.engine.interrupts import interrupts_between_steps
 from slipstream.engine.output_processor import OutputProcessor
 from slipstream.engine.outputs import RequestOutput
 from slipstream.engine.progress import Progress
@@ -81,18 +82,20 @@ class LLM:
         ]
         progress = Progress(use_tqdm, len(states))
         try:
-            self._client.add([request for state in states for request in state.engine_requests()])
-            self._run(len(states), progress)
+            with interrupts_between_steps() as check:
+                self._client.add([request for state in states for request in state.engine_requests()])
+                self._run(len(states), progress, check)
         finally:
             # After an interruption the engine must not go on with what nobody waits for.
             self._client.abort(self._outputs.close(states))
             progress.close()
         return [output for state in states if (output := state.take()) is not None]
 
-    def _run(self, num_requests: int, progress: Progress) -> None:
-        """Step the engine until this many requests have ended."""
+    def _run(self, num_requests: int, progress: Progress, check: Callable[[], None]) -> None:
+        """Step the engine until this many requests have ended. check: raises what ends it before."""
         while num_requests:
             outputs = self._client.receive()
+            check()
             if outputs is None:
                 raise EngineError(f"the engine is idle and {num_requests} requests have not ended")
             ready, stopped = self._outputs.process(outputs)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import signal
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -237,6 +238,30 @@ def test_a_call_that_is_interrupted_while_a_step_runs_leaves_nothing_behind(llm,
             generate(llm, [f"p {i}" for i in range(30)], GREEDY.clone(max_tokens=100))
     assert generate(llm, "Hello", GREEDY.clone(max_tokens=3))[0].outputs[0].text == expected
     assert (core.scheduler.num_running, core.scheduler.num_waiting) == (0, 0)
+    core.scheduler.check_invariants()
+
+
+def test_ctrl_c_ends_a_call_between_two_steps_wherever_it_comes(llm):
+    """In planning, in launching, in taking results: the engine goes on as if nothing had happened."""
+    core = llm._client.core
+    expected = generate(llm, "Hello", GREEDY.clone(max_tokens=3))[0].outputs[0].text
+    for owner, name in (
+        (core.scheduler, "schedule"), (core._executor, "step"), (core.scheduler, "apply"),
+        (core._log, "tell"),
+    ):  # fmt: skip
+        real, calls = getattr(owner, name), []
+
+        def interrupted(*args, real=real, calls=calls, **fields):
+            calls.append(1)
+            if len(calls) == 7:
+                signal.raise_signal(signal.SIGINT)
+            return real(*args, **fields)
+
+        with pytest.MonkeyPatch.context() as patch, pytest.raises(KeyboardInterrupt):
+            patch.setattr(owner, name, interrupted)
+            generate(llm, [f"p {i}" for i in range(30)], GREEDY.clone(max_tokens=100))
+        assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
+        assert generate(llm, "Hello", GREEDY.clone(max_tokens=3))[0].outputs[0].text == expected, name
     core.scheduler.check_invariants()
 
 
