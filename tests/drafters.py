@@ -22,7 +22,7 @@ class FixedDrafting(NoDrafting):
     def __init__(self, limit: int) -> None:
         self.limit = limit
 
-    def choose(self, lanes: int) -> int:
+    def choose(self, lanes: int, tokens: int) -> int:
         return self.limit
 
 

@@ -79,7 +79,7 @@ class Scripted(NoDrafting):
     def __init__(self, limit: Callable[[int], int]) -> None:
         self._limit_of, self._step = limit, 0
 
-    def choose(self, lanes: int) -> int:
+    def choose(self, lanes: int, tokens: int) -> int:
         self._step += 1
         return self._limit_of(self._step - 1)
 

@@ -273,7 +273,7 @@ class Varying(NoDrafting):
     def __init__(self, most: int) -> None:
         self._random, self._most = random.Random(most), most
 
-    def choose(self, lanes: int) -> int:
+    def choose(self, lanes: int, tokens: int) -> int:
         return self._random.choice((0, 1, self._most))
 
     def gain(self, limit: int) -> float:

@@ -41,8 +41,9 @@ class Drafting(Protocol):
 
     limit: int
 
-    def choose(self, lanes: int) -> int:
-        """Drafts a lane that the next step, of so many decode lanes, has room for."""
+    def choose(self, lanes: int, tokens: int) -> int:
+        """Drafts a lane that the next step, of so many decode lanes and at most so many tokens, has room
+        for."""
         ...
 
     def gain(self, limit: int) -> float:
@@ -61,7 +62,7 @@ class NoDrafting:
 
     limit = 0
 
-    def choose(self, lanes: int) -> int:
+    def choose(self, lanes: int, tokens: int) -> int:
         return 0
 
     def gain(self, limit: int) -> float:
@@ -127,17 +128,17 @@ class DraftPolicy:
         self._left = 0
         self._before = (-1, 0)  # group and limit of the last step learnt from
 
-    def choose(self, lanes: int) -> int:
+    def choose(self, lanes: int, tokens: int) -> int:
         self._left -= 1
         if self._left < 0 or group_of(lanes) != self._current:
-            self._review(group_of(lanes))
+            self._review(group_of(lanes), min(tokens, self._max_tokens))
         return self.limit
 
-    def _review(self, number: int) -> None:
+    def _review(self, number: int, tokens: int) -> None:
         self._current = number
         group = self._groups.get(number) or self._groups.setdefault(number, self._like_larger(number))
         # The group's largest step must fit, so that all of it has the same choices.
-        most = self._max_tokens // (1 << number) - 1
+        most = tokens // (1 << number) - 1
         limits = [limit for limit in self._limits if limit <= most] or [0]
         untried = [limit for limit in (limits[-1], 0) if limit not in group.cost]
         self._left = PROBE_STEPS

@@ -141,7 +141,7 @@ class Scheduler:
         self._take_masks()
         self.fail(self.waiting.overdue(), OVERDUE)
         decodes, most = len(self._lanes.decode_row), self.config.max_num_batched_tokens
-        drafts = affordable_drafts(self._drafting.choose(decodes), decodes, most, False)
+        drafts = affordable_drafts(self._drafting.choose(decodes, most), decodes, most, False)
         width = 1 + self.config.most_drafts(drafts)
         if self._stale or self._run <= 0 or self._room < width or self._prefills or self._may_admit():
             self._settle()

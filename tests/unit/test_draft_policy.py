@@ -26,13 +26,13 @@ class Device:
         self.policy = DraftPolicy(len(chance), max(1024, lanes))
         self.random = np.random.default_rng(0)
         self.late: deque[tuple[int, int]] = deque()
-        self.before = 0
+        self.before, self.most = 0, 1 << 20  # most: tokens of a step
         self.limits: list[int] = []
         self.tokens = self.time = 0.0
 
     def run(self, steps: int) -> None:
         for _ in range(steps):
-            limit = self.policy.choose(self.lanes)
+            limit = min(self.policy.choose(self.lanes, self.most), self.most // self.lanes - 1)
             self.late.append((limit, min(limit, self.before)))
             self.limits.append(limit)
             self.before = limit
@@ -236,10 +236,27 @@ def test_it_follows_a_change_of_acceptance_and_of_load() -> None:
 def test_a_step_never_has_more_tokens_than_there_are_shapes_for() -> None:
     for lanes in (1, 3, 60, 64, 100, 255, 256, 1000):
         policy = DraftPolicy(16, 1024)
-        limit = policy.choose(lanes)
+        limit = policy.choose(lanes, 8192)
         assert limit == 0 or lanes * (1 + limit) <= 1024
-    assert DraftPolicy(16, 1024).choose(32) == 16 and DraftPolicy(16, 1024).choose(64) == 8
-    assert DraftPolicy(3, 1024).choose(256) == 3
+    steps = ((32, 9000), (64, 9000), (64, 512))
+    assert [DraftPolicy(16, 1024).choose(*step) for step in steps] == [16, 8, 4]
+    assert DraftPolicy(3, 1024).choose(256, 1024) == 3
+
+
+@pytest.mark.parametrize("kind", [Device, UnevenDevice])
+def test_where_a_step_has_no_room_for_the_largest_limit_the_others_are_weighed(kind: type[Device]) -> None:
+    """Also where the room shrinks, as it does when memory lacks."""
+    wants = [4] if kind is UnevenDevice else []
+    device = kind(8, *[wants] * bool(wants), [0.0] * 4, linear(1e-2, 1e-2))
+    device.most = 64
+    device.run(300)
+    device.most = 24
+    device.run(4000)
+    assert device.share() > 0.97
+    device.chance = np.array([0.9] * 4)
+    device.seconds = linear(1e-2, 1e-4)
+    device.run(LAST_PROBE + 1500)
+    assert set(device.limits[-100:]) <= {1, 2} and 2 in device.limits[-100:]
 
 
 @pytest.mark.parametrize("uneven", [False, True])
