@@ -5,6 +5,7 @@ Raises ValueError that names the flag where a flag cannot be honoured; nothing i
 
 from __future__ import annotations
 
+import numbers
 import os
 from collections.abc import Mapping
 from dataclasses import asdict
@@ -44,7 +45,10 @@ ORDER = (
 DTYPES = ("float32", "bfloat16", "float16")
 LOAD_FORMATS = ("auto", "safetensors", "gguf", "dummy")
 DEFAULT_MAX_NUM_SEQS = 256
-_KINDS = {int: "an integer", float: "a number", bool: "true or false"}
+# NumPy's numbers are of these forms, too.
+_KINDS: dict[type, tuple[type, str]] = {
+    int: (numbers.Integral, "an integer"), float: (numbers.Real, "a number"), bool: (bool, "true or false"),
+}  # fmt: skip
 MOST_WORDS = 2**31  # of the row table: the host's writes have 32-bit addresses
 POLICY = (
     "each step has room for as many as gave the most tokens a second, by acceptance and step times measured "
@@ -114,10 +118,12 @@ def resolve(
 def _check(args: EngineArgs) -> None:
     """Types and ranges of single flags."""
     for name, hint in get_type_hints(EngineArgs).items():
-        kind, value = (get_args(hint) or (hint,))[0], getattr(args, name)
-        kinds = (int, float) if kind is float else (kind,)
-        if kind in _KINDS and value is not None and type(value) not in kinds:
-            raise ValueError(f"{flag_name(name)}={value!r}: must be {_KINDS[kind]}")
+        kinds, value = get_args(hint) or (hint,), getattr(args, name)
+        if kinds[0] not in _KINDS or (value is None and type(None) in kinds):
+            continue
+        form, words = _KINDS[kinds[0]]
+        if not isinstance(value, form) or (isinstance(value, bool) and kinds[0] is not bool):
+            raise ValueError(f"{flag_name(name)}={value!r}: must be {words}")
     positive = (
         "max_model_len",
         "max_num_seqs",

@@ -90,7 +90,7 @@ class ReasoningItem(_Item):
 
 def _kind(value: Any) -> str:
     kind = value.get("type", "message") if isinstance(value, dict) else getattr(value, "type", "message")
-    return f"dict[{kind if isinstance(kind, str) else 'message'}]"
+    return f"dict[{kind if isinstance(kind, str) else type(kind).__name__}]"
 
 
 # Tags look like pydantic's own names of a union's members: those are left out of a field's path.

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 from typing import Any
 
+import numpy as np
 import pytest
 
 from slipstream.config.args import EngineArgs
@@ -113,6 +114,11 @@ def test_token_buckets_double_up_to_the_largest_step(tokens: int, buckets: tuple
     assert plan(max_num_batched_tokens=tokens, max_num_seqs=8).token_buckets == buckets
 
 
+def test_numbers_may_be_numpys() -> None:
+    args = {"seed": np.int64(3), "max_num_seqs": np.int32(8), "gpu_memory_utilization": np.float32(0.5)}
+    assert plan(**args).max_num_seqs == 8
+
+
 def test_objects_that_are_given_stay_as_they_are() -> None:
     given = {"backend": "guidance", "compile_timeout": 3}
     assert plan(structured_outputs_config=given) == plan(structured_outputs_config=given)
@@ -163,6 +169,7 @@ def test_compilation_is_asked_for_as_json_or_as_a_mapping(config: Any) -> None:
         (CPU, {"seed": "x"}, "--seed='x': must be an integer"),
         (CPU, {"gpu_memory_utilization": "0.5"}, "--gpu-memory-utilization='0.5': must be a number"),
         (CPU, {"enforce_eager": 1}, "--enforce-eager=1: must be true or false"),
+        (CPU, {"block_size": None}, "--block-size=None: must be an integer"),
         (H200, {"max_num_seqs": 600_000, "max_num_batched_tokens": 600_000}, "--max-num-seqs=600000.*words"),
         (CPU, {"skip_tokenizer_init": True, "structured_outputs_config": {"compile_timeout": 3}},
          "--structured-outputs-config: .*--skip-tokenizer-init"),
