@@ -14,7 +14,7 @@ from concurrent.futures import Future, ThreadPoolExecutor
 import numpy as np
 
 from slipstream.config.structured_outputs import FLAG, XGRAMMAR, StructuredOutputsConfig
-from slipstream.contracts.errors import BadRequest
+from slipstream.contracts.errors import BadRequest, QueueTimeoutError
 from slipstream.contracts.structured_outputs import StructuredOutputsParams
 from slipstream.grammar.form import first_line
 from slipstream.grammar.library import Library, Matcher, Start
@@ -25,6 +25,7 @@ Array = np.ndarray
 KEPT_GRAMMARS = 256
 # Of a pool, beside the threads that serve.
 WORKERS = min(4, max(1, (os.cpu_count() or 1) // 2))
+MOST_LEFT = 4  # checks that go on after their time
 
 
 class Compiler:
@@ -49,6 +50,8 @@ class Compiler:
         self.pool = ThreadPoolExecutor(WORKERS, thread_name_prefix="grammars")
         self._kept: OrderedDict[str, Start] = OrderedDict()
         self._keeping, self._building = threading.Lock(), threading.Lock()
+        self._turns, self._turning = threading.Semaphore(WORKERS), threading.Lock()
+        self._left: set[Future[tuple[str, Array]]] = set()  # checks that took too long, and go on
         self._made: Library | None = None
         self.pool.submit(self._library)
 
@@ -69,14 +72,42 @@ class Compiler:
 
     def check(self, params: StructuredOutputsParams, config: StructuredOutputsConfig) -> tuple[str, Array]:
         """The grammar's text, and which tokens an answer may begin with, bool [vocab_size]. Raises BadRequest
-        for what can't be compiled, allows nothing, or takes longer than it may."""
-        found: Future[tuple[str, Array]] = self.pool.submit(self._check, params, config)
+        for what can't be compiled, allows nothing, or takes longer than it may; QueueTimeoutError where all
+        workers have been busy for so long."""
+        seconds = config.compile_timeout
+        if not self._turns.acquire(timeout=seconds):
+            raise QueueTimeoutError(seconds)
+        found: Future[tuple[str, Array]] = Future()
+
+        def answer() -> None:
+            try:
+                found.set_result(self._check(params, config))
+            except BaseException as error:  # carried to who waits
+                found.set_exception(error)
+            self._end_turn(found)
+
+        # Nothing ends what a library does: a thread that takes too long is left, and ends with the process.
+        threading.Thread(target=answer, name="grammar", daemon=True).start()
         try:
-            return found.result(config.compile_timeout)
+            return found.result(seconds)
         except TimeoutError:
-            found.cancel()
-            limit = f"takes longer to compile than {config.compile_timeout:g} s ({FLAG})"
+            self._leave(found)
+            limit = f"takes longer to compile than {seconds:g} s ({FLAG})"
             raise params.wrong(limit) from None
+
+    def _leave(self, found: Future[tuple[str, Array]]) -> None:
+        """Somebody else has the turn of a check that may never end; so many turns there are to give."""
+        with self._turning:
+            if not found.done() and len(self._left) < MOST_LEFT:
+                self._left.add(found)
+                self._turns.release()
+
+    def _end_turn(self, found: Future[tuple[str, Array]]) -> None:
+        with self._turning:
+            if found in self._left:
+                self._left.remove(found)
+            else:
+                self._turns.release()
 
     def _check(
         self, params: StructuredOutputsParams, config: StructuredOutputsConfig

@@ -6,7 +6,8 @@ What that grammar means is found out where it is compiled (compiler.py).
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Mapping
+import re
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -20,6 +21,9 @@ MAX_WHITESPACE = 64
 ANY_OBJECT = {"type": "object"}
 NO_TEXT = "allows no text at all"
 TAG_FIELDS = {"begin", "schema", "end"}
+# States of regexes that must match together are multiplied: 20 take seconds, 60 more memory than there is.
+MAX_TOGETHER = 16
+_LITERALS = re.compile(r'"(?:\\.|[^"\\])*"|/(?:\\.|[^/\\\n])+/')
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,6 +61,55 @@ def first_line(text: str) -> str:
     return "; ".join([*lines[:1], *told[:1]])[:300] or "cannot be compiled"
 
 
+def check_together(schema: Any) -> None:
+    """Raises ValueError where one value must match too many patterns."""
+    if (together := _most_together(schema)) > MAX_TOGETHER:
+        raise ValueError(f"one value must match {together} patterns, and at most {MAX_TOGETHER} may be")
+
+
+def _most_together(schema: Any) -> int:
+    """The most patterns and formats that one value must match together."""
+    counted: dict[str, int] = {}
+
+    def count(part: Any) -> int:
+        if not isinstance(part, Mapping):
+            return 0
+        own = sum(isinstance(part.get(name), str) for name in ("pattern", "format"))
+        reference = part.get("$ref")
+        if isinstance(reference, str):
+            if reference not in counted:
+                counted[reference] = 0  # what refers to itself adds nothing
+                counted[reference] = count(_referred(schema, reference))
+            own += counted[reference]
+        for name in ("allOf", "anyOf", "oneOf"):
+            listed = part.get(name)
+            found = [count(one) for one in listed] if isinstance(listed, list) else []
+            own += sum(found) if name == "allOf" else max(found, default=0)
+        return own
+
+    def parts(part: Any) -> Iterator[Any]:
+        yield part
+        inner = part.values() if isinstance(part, Mapping) else part if isinstance(part, list) else ()
+        for one in inner:
+            yield from parts(one)
+
+    return max(map(count, parts(schema)))
+
+
+def _referred(schema: Any, reference: str) -> Any:
+    """What a reference within the schema names; None where it names nothing, which is found out later."""
+    place = schema
+    for name in reference.lstrip("#").split("/")[1:]:
+        place = place.get(name.replace("~1", "/").replace("~0", "~")) if isinstance(place, Mapping) else None
+    return place
+
+
+def check_intersections(lark: str) -> None:
+    """The same of a Lark grammar, whose & outside of texts and regexes intersect them. Raises ValueError."""
+    if (count := _LITERALS.sub("", lark).count("&")) > MAX_TOGETHER:
+        raise ValueError(f"intersects regexes {count} times, and at most {MAX_TOGETHER} may be")
+
+
 def read_schema(schema: str, config: StructuredOutputsConfig) -> dict[str, Any]:
     """Raises ValueError."""
     read: Any = json.loads(schema)
@@ -65,6 +118,7 @@ def read_schema(schema: str, config: StructuredOutputsConfig) -> dict[str, Any]:
     read = {} if read is True else read
     if not isinstance(read, dict):
         raise ValueError("must be a JSON schema, so an object")
+    check_together(read)
     return _closed(read) if config.disable_additional_properties else read
 
 
@@ -97,6 +151,7 @@ def read_tags(text: str) -> tuple[list[Tag], list[str]]:
         own = next((trigger for trigger in triggers if one["begin"].startswith(trigger)), None)
         if own is None:
             raise ValueError(f"begin={one['begin']!r}: starts with none of the triggers")
+        check_together(one["schema"])
         tags.append(Tag(own, one["begin"], one["schema"], one["end"]))
     return tags, triggers
 

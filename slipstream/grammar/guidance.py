@@ -12,11 +12,13 @@ import numpy as np
 from llguidance import LLMatcher, LLParserLimits, LLTokenizer, StructTag
 
 from slipstream.config.structured_outputs import StructuredOutputsConfig
+from slipstream.contracts.limits import MAX_CHOICES
 from slipstream.contracts.structured_outputs import StructuredOutputsParams
 from slipstream.grammar.form import (
     ANY_OBJECT,
     MAX_WHITESPACE,
     NO_TEXT,
+    check_intersections,
     constraint_text,
     first_line,
     read_schema,
@@ -40,8 +42,8 @@ class Guidance:
     def __init__(self, tokenizer: Tokenizer, vocab_size: int, ends: Sequence[int]) -> None:
         self._is_special = tokenizer.is_special
         self._mask_bytes = 4 * -(-vocab_size // 32)
-        # Errors are told to users: without the parser's state and the grammar.
-        self._limits = LLParserLimits(verbose_errors=False)
+        # Errors are told to users: without the parser's state and the grammar. Choices begin a row together.
+        self._limits = LLParserLimits(verbose_errors=False, max_items_in_row=3 * MAX_CHOICES)
         with _sharing:
             self._vocabulary = _vocabulary(tokenizer.to_json(), vocab_size, tuple(ends))
 
@@ -98,7 +100,10 @@ def _grammar(
             return _json_grammar(json.dumps(ANY_OBJECT), config)
         case "regex":
             return LLMatcher.grammar_from_regex(text)
-        case "choice" | "grammar":
+        case "choice":
+            return llguidance.grammar_from("choice", text)
+        case "grammar":
+            check_intersections(text)
             return llguidance.grammar_from(params.kind, text)
         case _:
             tags = [

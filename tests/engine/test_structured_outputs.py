@@ -8,6 +8,7 @@ import json
 import os
 import re
 import threading
+from dataclasses import replace
 from functools import cache
 
 import jsonschema
@@ -16,11 +17,14 @@ import pytest
 from harness import make_core, make_request, run
 from schemas import SCHEMAS, bfcl_schemas
 from text_model import BYTE_ZERO, ids_of, make_text_model
+from waiting import wait_for
 
 from slipstream import LLM, SamplingParams, StructuredOutputsParams
-from slipstream.contracts.errors import BadRequest
+from slipstream.contracts.errors import BadRequest, QueueTimeoutError
+from slipstream.contracts.limits import MAX_CHOICES
 from slipstream.contracts.step import Finish
 from slipstream.grammar import guidance
+from slipstream.grammar.compiler import MOST_LEFT, WORKERS
 
 NGRAM = {"method": "ngram", "num_speculative_tokens": 4, "prompt_lookup_min": 1}
 # Random weights would talk on for ever: texts are led to their ends.
@@ -266,11 +270,52 @@ def test_a_grammar_that_takes_too_long_is_refused_and_others_are_not(model, monk
 
     monkeypatch.setattr(guidance.Guidance, "text", slow)
     llm = engine(model, structured_outputs_config={"compile_timeout": 0.2})
-    with pytest.raises(BadRequest, match=r"regex='slow': takes longer to compile than 0.2 s"):
-        say(llm, regex="slow")
+    for _ in range(WORKERS + MOST_LEFT):  # those that never end do not take the workers of others
+        with pytest.raises(BadRequest, match=r"regex='slow': takes longer to compile than 0.2 s"):
+            say(llm, regex="slow")
+    with pytest.raises(QueueTimeoutError):
+        say(llm, regex="fast")
     gate.set()
+    compiler = llm._inputs._compiler
+    assert wait_for(lambda: compiler._turns._value == WORKERS and not compiler._left)
+    llm._inputs._structured = replace(llm._inputs._structured, compile_timeout=60.0)
     assert say(llm, regex="fast").text == "fast"
     llm.close()
+
+
+PATTERNS = [{"pattern": f"^.*a{number}b.*$"} for number in range(17)]
+
+
+@pytest.mark.parametrize(
+    "constraint",
+    [
+        {"json": {"type": "string", "allOf": PATTERNS}},
+        {"json": {"$defs": {"a": {"allOf": PATTERNS[:9]}, "b": {"allOf": PATTERNS[9:]}},
+                  "properties": {"x": {"allOf": [{"$ref": "#/$defs/a"}, {"$ref": "#/$defs/b"}]}}}},
+        {"grammar": "start: T\nT: " + " & ".join(["/.*a.*/"] * 18)},
+        {"structural_tag": json.dumps({"triggers": ["<"], "structures": [
+            {"begin": "<", "schema": {"allOf": PATTERNS}, "end": ">"}]})},
+    ],
+)  # fmt: skip
+def test_patterns_that_one_value_must_match_are_few(llm, constraint):
+    """Each multiplies the states of the others, in time and memory."""
+    (name,) = constraint
+    limit = "at most 16 may be|terminal intersection '&' is not supported"  # the latter of xgrammar
+    with pytest.raises(BadRequest, match=rf"^structured_outputs\.{name}=.*({limit})"):
+        say(llm, **constraint)
+
+
+def test_many_patterns_of_different_values_are_as_good_as_few(llm):
+    properties = {f"p{number}": {"type": "string", "pattern": "^[ab]$"} for number in range(30)}
+    assert say(llm, json={"type": "object", "properties": properties}, max_tokens=1).text
+    either = [{"type": "string", "pattern": f"^{letter}$"} for letter in "abcdefghijklmnopqrst"]
+    assert json.loads(say(llm, json={"anyOf": either}).text) in "abcdefghijklmnopqrst"
+    assert say(llm, grammar='start: "a&b&c&d&e&f&g&h&i&j&k&l&m&n&o&p&q&r"').text.startswith("a&b")
+
+
+def test_as_many_choices_as_are_allowed_can_be_made(llm):
+    choices = [f"{'x' * 12}{number}" for number in range(MAX_CHOICES)]
+    assert say(llm, choice=choices).text in choices
 
 
 def asked(core, key, grammar, **fields):
@@ -315,7 +360,7 @@ def test_what_the_engine_cannot_compile_or_tokens_that_do_not_fit_end_one_reques
 
 
 def test_an_engine_without_a_tokenizer_refuses(tiny_model, model):
-    llm = engine(model, skip_tokenizer_init=True)
+    llm = engine(model, skip_tokenizer_init=True, structured_outputs_config=None)
     with pytest.raises(BadRequest, match=r"structured_outputs\.regex='a': needs a tokenizer"):
         llm.generate([[1, 2]], constrained(regex="a", detokenize=False), use_tqdm=False)
     llm.close()
