@@ -11,7 +11,6 @@ from fastapi import APIRouter, Request, Response
 from typing_extensions import TypedDict
 
 from slipstream.contracts.errors import BadRequest
-from slipstream.observe.log import get_logger
 from slipstream.server.answers import ChatScores, UsageCount
 from slipstream.server.assistant import Assistant
 from slipstream.server.body import StrictRoute
@@ -27,7 +26,6 @@ if TYPE_CHECKING:
     from slipstream.engine.outputs import CompletionOutput, RequestOutput
 
 Outputs = AsyncGenerator[tuple[int, "RequestOutput"], None]
-log = get_logger(__name__)
 
 
 class ResponseAnswer(TypedDict):
@@ -64,7 +62,7 @@ def router(context: Context) -> APIRouter:
         outputs = context.run(name, body, [prompt], context.told(with_tools(params, tools), prompt))
         if body.stream:
             outputs = await started(request, outputs)
-            return NamedEventStream(name, build.events(outputs), outputs)
+            return NamedEventStream(name, build.events(outputs), outputs, build.failed)
         return json_answer(await until_disconnect(request, build.answer(outputs)))
 
     for method in ("GET", "DELETE"):
@@ -90,6 +88,7 @@ class _Builder:
         self._count = UsageCount()
         self._items = Items()
         self._reason: str | None = None
+        self._number = 0  # of the event that is next, or is being sent
 
     async def answer(self, outputs: Outputs) -> dict[str, Any]:
         async with aclosing(outputs):
@@ -100,27 +99,23 @@ class _Builder:
 
     async def events(self, outputs: Outputs) -> AsyncIterator[Event]:
         """OpenAI's events, numbered; the last one holds the whole response."""
-        number = 0
-        try:
-            for kind in ("created", "in_progress"):
-                response = self._response("in_progress")
-                yield {"type": f"response.{kind}", "sequence_number": number, "response": response}
-                number += 1
-            async for _, output in outputs:
-                for event in self._take(output):
-                    yield {**event, "sequence_number": number}
-                    number += 1
-            status = self._status
-            yield {
-                "type": f"response.{status}",
-                "sequence_number": number,
-                "response": self._response(status),
-            }
-        except Exception as error:
-            log.error("stream failed", request=self._name, error=repr(error))
-            message = describe(error)[1]["error"]["message"]
-            failed = self._response("failed") | {"error": {"code": "server_error", "message": message}}
-            yield {"type": "response.failed", "sequence_number": number, "response": failed}
+        for kind in ("created", "in_progress"):
+            yield self._about(kind, self._response("in_progress"))
+            self._number += 1
+        async for _, output in outputs:
+            for event in self._take(output):
+                yield {**event, "sequence_number": self._number}
+                self._number += 1
+        yield self._about(self._status, self._response(self._status))
+
+    def failed(self, error: Exception) -> Event:
+        """The event that ends a stream in place of the one that the error kept back."""
+        message = describe(error)[1]["error"]["message"]
+        response = self._response("failed") | {"error": {"code": "server_error", "message": message}}
+        return self._about("failed", response)
+
+    def _about(self, kind: str, response: dict[str, Any]) -> Event:
+        return {"type": f"response.{kind}", "sequence_number": self._number, "response": response}
 
     def _take(self, output: RequestOutput) -> list[Event]:
         """Events of an output: all of them, so that what is built is complete whoever reads them."""

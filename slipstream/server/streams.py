@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
-from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Sequence
+from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable, Sequence
 from contextlib import aclosing, suppress
 from typing import Any, TypeVar
 
@@ -140,8 +140,7 @@ class EventStream(StreamingResponse):
         finally:
             await self._source.aclose()
 
-    @staticmethod
-    async def _framed(name: str, events: AsyncIterator[Any]) -> AsyncIterator[bytes]:
+    async def _framed(self, name: str, events: AsyncIterator[Any]) -> AsyncIterator[bytes]:
         try:
             async for data in events:
                 yield event(data)
@@ -152,9 +151,28 @@ class EventStream(StreamingResponse):
 
 
 class NamedEventStream(EventStream):
-    """Events with a line for their type. There is no [DONE], and the events themselves tell of errors."""
+    """Events with a line for their type. There is no [DONE]. failed: makes the event that ends the stream in
+    place of the one that an error kept from being made or sent."""
 
-    @staticmethod
-    async def _framed(name: str, events: AsyncIterator[Any]) -> AsyncIterator[bytes]:
-        async for data in events:
-            yield b"event: " + data["type"].encode() + b"\n" + event(data)
+    def __init__(
+        self,
+        name: str,
+        events: AsyncIterator[Any],
+        source: AsyncGenerator[Any, None],
+        failed: Callable[[Exception], Any],
+    ) -> None:
+        super().__init__(name, events, source)
+        self._failed = failed
+
+    async def _framed(self, name: str, events: AsyncIterator[Any]) -> AsyncIterator[bytes]:
+        try:
+            async for data in events:
+                yield _named(data)
+        except Exception as error:
+            log.error("stream failed", request=name, error=repr(error))
+            yield _named(self._failed(error))
+
+
+def _named(data: Any) -> bytes:
+    kind: str = data["type"]
+    return b"event: " + kind.encode() + b"\n" + event(data)

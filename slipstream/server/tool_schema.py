@@ -8,6 +8,7 @@ from typing import Annotated, Any, Literal
 from pydantic import BaseModel, ConfigDict, Field
 
 from slipstream.contracts.errors import BadRequest
+from slipstream.text.parsers.protocol import MAX_DEPTH, too_deep
 
 MAX_TOOLS = 128
 FewTools = Field(max_length=MAX_TOOLS)
@@ -73,8 +74,9 @@ def parse_arguments(field: str, text: str) -> dict[str, Any]:
     names the field."""
     try:
         arguments = json.loads(text or "{}")
-    except ValueError:
+    except (ValueError, RecursionError):
         arguments = None
-    if not isinstance(arguments, dict):
-        raise BadRequest(field, text, "must be the text of a JSON object")
+    if not isinstance(arguments, dict) or too_deep(arguments):
+        limit = f"must be the text of a JSON object, nested at most {MAX_DEPTH} levels deep"
+        raise BadRequest(field, text, limit)
     return arguments

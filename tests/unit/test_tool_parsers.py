@@ -13,7 +13,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from slipstream.text.parsers.forced import ForcedCallParser, ForcedListParser
-from slipstream.text.parsers.protocol import Arguments, CallStart, Event, ToolParser
+from slipstream.text.parsers.protocol import MAX_DEPTH, Arguments, CallStart, Event, ToolParser
 from slipstream.text.parsers.qwen3_coder import convert
 from slipstream.text.parsers.registry import TOOL_PARSERS
 
@@ -232,6 +232,30 @@ MISTAKES: list[tuple[str, str, str, list[list[str]]]] = [
         [["f", '{"days": "three"}']],
     ),
     ("llama3_json", '{"name": "f", "parameters": {}} then text', "then text", [["f", "{}"]]),
+    (
+        "qwen3_coder",
+        "<function=f><parameter=city>a</parameter><parameter=days>1</parameter><parameter=city>b</parameter>"
+        "<parameter=days>x</parameter><parameter=metric>true</parameter></function>"
+        "<function=f><parameter=city>c\n<parameter=city>d",
+        "",
+        [["f", '{"city": "a", "days": 1, "metric": true}'], ["f", '{"city": "c"}']],
+    ),
+    ("qwen3_coder", "<function=f><parameter=tags>[NaN]", "", [["f", '{"tags": "[NaN]"}']]),
+    # Halves of surrogate pairs, alone and together.
+    ("hermes", '<tool_call>{"name": "\\ud800", "arguments": {}}</tool_call>', "", [["\ufffd", "{}"]]),
+    ("hermes", '<tool_call>{"name": "\\ud83d\\ude00"}</tool_call>', "", [["\U0001f600", "{}"]]),
+    (
+        "hermes",
+        '<tool_call>{"name": "f", "arguments": "{\\"a\\": \\"\\ud83d\\"}"}</tool_call>',
+        "",
+        [["f", '{"a": "\ufffd"}']],
+    ),
+    (
+        "qwen3_coder",
+        '<function=f><parameter=tags>["\\ud83d", "\\ud83d\\ud83d\\ude00\\ude00"]</parameter></function>',
+        "",
+        [["f", '{"tags": ["\ufffd", "\ufffd\U0001f600\ufffd"]}']],
+    ),
 ]
 
 
@@ -239,6 +263,26 @@ MISTAKES: list[tuple[str, str, str, list[list[str]]]] = [
 def test_mistakes_of_models_leak_no_markup(name: str, text: str, content: str, calls: Any) -> None:
     found = both(of(name), text)
     assert (found.content, found.calls) == (content, calls)
+
+
+@pytest.mark.parametrize("depth", [MAX_DEPTH, 900, 3000])
+def test_what_is_nested_too_deep_is_read_as_broken_json_is(depth: int) -> None:
+    deep = "[" * depth + "]" * depth
+    call = both(of("hermes"), f'<tool_call>{{"name": "f", "arguments": {deep}}}</tool_call>')
+    assert (call.content, call.calls) == ("", [["f", deep]])
+    key = both(of("hermes"), f"<tool_call>{{{deep}: 1}}</tool_call>")
+    assert (key.content, key.calls) == (f"{{{deep}: 1}}", [])
+    bare = both(of("llama3_json"), f'{{"name": "f", "parameters": {deep}}}')
+    assert (bare.content, bare.calls) == ("", [["f", deep]])
+    for value in (deep, deep[:depth]):
+        coder = both(of("qwen3_coder"), f"<function=f><parameter=tags>{value}</parameter></function>")
+        assert (coder.content, coder.parsed) == ("", [("f", {"tags": value})])
+
+
+def test_what_is_nested_as_deep_as_may_be_is_no_text() -> None:
+    deep = "[" * (MAX_DEPTH - 1) + "]" * (MAX_DEPTH - 1)
+    found = both(of("qwen3_coder"), f"<function=f><parameter=tags>{deep}</parameter></function>")
+    assert found.calls == [["f", f'{{"tags": {deep}}}']]
 
 
 @pytest.mark.parametrize(("name", "text", "content", "calls"), GOOD)
@@ -331,6 +375,11 @@ def test_forced_calls_are_read_as_grammar_writes_them() -> None:
         ('{"a": 1}', {"object"}, {"a": 1}),
         ("[1", {"array"}, "[1"),
         ("1e999", {"integer"}, "1e999"),
+        ("1e999", {"number"}, "1e999"),
+        ("NaN", {"number"}, "NaN"),
+        ("-Infinity", {"number"}, "-Infinity"),
+        ('{"a": [-1e999]}', {"object"}, '{"a": [-1e999]}'),
+        ('"\\ud800"', {"string", "null"}, "\ufffd"),
     ],
 )
 def test_values_get_the_type_that_their_schema_allows(text: str, types: set[str], value: Any) -> None:

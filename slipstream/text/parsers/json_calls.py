@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 from enum import Enum, auto
 
-from slipstream.text.parsers.protocol import Arguments, CallStart, Event
+from slipstream.text.parsers.protocol import Arguments, CallStart, Event, mended
 
 _CLOSES = {"{": "}", "[": "]"}
 _PLAIN = frozenset("0123456789+-.eEtrufalsn")  # of numbers, true, false and null
@@ -211,9 +211,10 @@ class CallList:
 
 
 def _string(text: str) -> str | None:
-    """The string that a JSON text holds, None where it holds something else."""
+    """The string that a JSON text holds, None where it holds something else, which may be nested deep."""
+    if not text.lstrip().startswith('"'):
+        return None
     try:
-        value = json.loads(text, strict=False)
+        return mended(json.loads(text, strict=False))
     except ValueError:
         return None
-    return value if isinstance(value, str) else None

@@ -26,6 +26,7 @@ Event = str | CallStart | Arguments  # a plain string is content, for people to 
 Schemas = Mapping[str, Mapping[str, Any]]  # JSON schema of the arguments, by the tool's name
 
 NO_SCHEMAS: Schemas = {}
+MAX_DEPTH = 128  # of arguments: far less than what Python can recurse, wherever it is called
 
 
 class ToolParser(Protocol):
@@ -123,6 +124,20 @@ class Machine(ABC):
         """True where something else follows."""
         self._rest = self._rest.lstrip()
         return bool(self._rest)
+
+
+def mended(text: str) -> str:
+    """Text with U+FFFD for each lone half of a surrogate pair, which JSON's escapes can write."""
+    return text.encode("utf-16-le", "surrogatepass").decode("utf-16-le", "replace")
+
+
+def too_deep(value: Any) -> bool:
+    """Whether lists and objects are nested more than MAX_DEPTH levels deep."""
+    level = [value]
+    for _ in range(MAX_DEPTH):
+        parents = [item for item in level if isinstance(item, dict | list)]
+        level = [item for one in parents for item in (one.values() if isinstance(one, dict) else one)]
+    return any(isinstance(item, dict | list) for item in level)
 
 
 def find_first(text: str, markers: Iterable[str]) -> tuple[int, str | None]:

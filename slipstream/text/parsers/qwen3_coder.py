@@ -4,8 +4,9 @@ plain text; the tool's JSON schema says what they are."""
 from __future__ import annotations
 
 import json
+import math
 from collections.abc import Mapping
-from typing import Any, ClassVar
+from typing import Any, ClassVar, NoReturn
 
 from slipstream.text.parsers.protocol import (
     NO_SCHEMAS,
@@ -14,7 +15,9 @@ from slipstream.text.parsers.protocol import (
     Machine,
     Schemas,
     find_first,
+    mended,
     open_length,
+    too_deep,
 )
 
 OPEN, CLOSE = "<tool_call>", "</tool_call>"
@@ -27,7 +30,7 @@ _MAX_REFS = 16
 
 class Qwen3CoderParser(Machine):
     """Texts go out as they come; other values once they are whole. What is not of its schema's type stays
-    text."""
+    text. A parameter given again is dropped: the first one may have been streamed."""
 
     example: ClassVar[str] = (
         "<tool_call>\n<function=NAME>\n<parameter=KEY>\nVALUE\n</parameter>\n</function>\n</tool_call>"
@@ -37,7 +40,8 @@ class Qwen3CoderParser(Machine):
         super().__init__(schemas)
         self._schema: Mapping[str, Any] = {}
         self._types: frozenset[str] = frozenset()
-        self._num_parameters = 0
+        self._keys: set[str] = set()  # of the parameters of the call
+        self._dropped = False  # the parameter was given before
         self._value = ""  # of a parameter that is no text
         self._fresh = False  # no character of the value has come
 
@@ -52,7 +56,7 @@ class Qwen3CoderParser(Machine):
         if found:
             self._rest = rest
             self._schema = self._schemas.get(name.strip(), {})
-            self._num_parameters = 0
+            self._keys = set()
             self._emit(CallStart(name.strip()))
             self._emit(Arguments("{"))
             self._state = self._in_function
@@ -75,13 +79,19 @@ class Qwen3CoderParser(Machine):
         key, found, rest = self._rest.partition(">")
         if found:
             self._rest = rest
-            self._types = allowed_types(self._schema, key.strip())
-            self._emit(Arguments((", " if self._num_parameters else "") + _text(key.strip()) + ": "))
-            self._num_parameters += 1
-            self._value, self._fresh, self._state = "", True, self._in_value
-            if self._is_text:
-                self._emit(Arguments('"'))
+            self._begin_value(key.strip())
         return bool(found)
+
+    def _begin_value(self, key: str) -> None:
+        self._types, self._dropped = allowed_types(self._schema, key), key in self._keys
+        self._write((", " if self._keys else "") + _text(key) + (': "' if self._is_text else ": "))
+        self._keys.add(key)
+        self._value, self._fresh, self._state = "", True, self._in_value
+
+    def _write(self, text: str) -> None:
+        """Part of a parameter."""
+        if not self._dropped:
+            self._emit(Arguments(text))
 
     @property
     def _is_text(self) -> bool:
@@ -106,12 +116,12 @@ class Qwen3CoderParser(Machine):
 
     def _add(self, text: str) -> None:
         if self._is_text:
-            self._emit(Arguments(_text(text)[1:-1]))
+            self._write(_text(text)[1:-1])
         else:
             self._value += text
 
     def _end_value(self) -> None:
-        self._emit(Arguments('"' if self._is_text else convert(self._value, self._types)))
+        self._write('"' if self._is_text else convert(self._value, self._types))
         self._state = self._in_function
 
     def _finish(self, cut: bool) -> None:
@@ -160,18 +170,32 @@ def _type_of(value: Any) -> str:
 
 
 def convert(text: str, types: frozenset[str]) -> str:
-    """The JSON text of a value that was written plainly, of one of these types where it can be."""
+    """The JSON text of a value that was written plainly, of one of these types where it can be. What JSON has
+    no value for, or is nested too deep, stays text."""
     word = text.strip()
     as_python = {"True": "true", "False": "false", "None": "null"}.get(word, word)
     try:
-        value = json.loads(as_python)
-    except ValueError:
+        value = json.loads(as_python, parse_constant=_refuse, parse_float=_finite)
+    except (ValueError, RecursionError):
         return _text(text)
     kind = _type_of(value)
     if kind == "number" and "number" not in types and "integer" in types and value.is_integer():
         return str(int(value))
     fits = kind in types or (kind == "integer" and "number" in types)
-    return json.dumps(value, ensure_ascii=False) if fits else _text(text)
+    if not fits or too_deep([value]):  # one level more: it stands in the object of the arguments
+        return _text(text)
+    return mended(json.dumps(value, ensure_ascii=False))
+
+
+def _refuse(word: str) -> NoReturn:
+    raise ValueError(f"{word} is no JSON")
+
+
+def _finite(text: str) -> float:
+    value = float(text)
+    if not math.isfinite(value):
+        raise ValueError(f"{text} is too large")
+    return value
 
 
 def _text(value: str) -> str:
