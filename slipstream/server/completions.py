@@ -51,18 +51,21 @@ def router(context: Context) -> APIRouter:
 
 
 async def _inputs(context: Context, body: CompletionBody, params: SamplingParams) -> list[Input]:
-    """The prompts as token ids. Raises BadRequest for too many of them."""
+    """The prompts as token ids. Raises BadRequest for too many of them, and for a text that cannot be served
+    before the next one is read."""
     prompts = body.prompt
     if isinstance(prompts, str) or not prompts or isinstance(prompts[0], int):
         prompts = [prompts]  # type: ignore[assignment]
     check_count(len(prompts), params.n)
     kept = context.kept_tokens(body, params.max_tokens)
+    size = sum(len(prompt) for prompt in prompts if isinstance(prompt, str))
     inputs: list[Input] = []
     for prompt in prompts:
         if isinstance(prompt, str):
             special = body.add_special_tokens is not False
-            ids = await context.encode("prompt", prompt, special, kept is not None)
+            ids = await context.encode("prompt", prompt, special, kept is not None, size)
             inputs.append(Input(ids, prompt).last(kept))
+            await context.check(inputs[-1:], params, "prompt")
         else:
             assert isinstance(prompt, list)
             inputs.append(Input(prompt).last(kept))

@@ -6,11 +6,12 @@ from __future__ import annotations
 import asyncio
 import time
 import uuid
-from collections.abc import AsyncGenerator, Mapping, Sequence
+from collections.abc import AsyncGenerator, Callable, Mapping, Sequence
 from contextlib import aclosing
 from dataclasses import dataclass, field, replace
-from typing import TYPE_CHECKING, Any, Literal, Protocol
+from typing import TYPE_CHECKING, Any, Literal, Protocol, TypeVar
 
+import numpy as np
 from fastapi import Request
 
 from slipstream.contracts.errors import BadRequest, EngineError
@@ -34,7 +35,10 @@ if TYPE_CHECKING:
     from slipstream.text.tokenizer import Tokenizer
 
 MAX_ID = 256
-LONG_TEXT = 4096  # characters; a longer prompt is tokenised off the event loop
+LONG_REQUEST = 4096  # characters or ids; the work on a longer request is done off the event loop
+PIECE = 2**16  # ids that are worked on at once: the loop must wait for a call into a library to end
+
+T = TypeVar("T")
 
 
 class Engine(Protocol):
@@ -169,17 +173,27 @@ class Context:
         return asked if asked != -1 else max(most - max(max_tokens or 1, 1), 1)
 
     async def encode(
-        self, field: str, text: str, add_special_tokens: bool, cut: bool = False
+        self, field: str, text: str, add_special_tokens: bool, cut: bool = False, size: int | None = None
     ) -> list[int]:
-        """Token ids of a text. Raises BadRequest without a tokenizer, or for a text that can never fit and
-        is not to be cut."""
+        """Token ids of a text. size: characters of all texts of its request, where there are more. Raises
+        BadRequest without a tokenizer, or for a text that can never fit and is not to be cut."""
         tokenizer = self.need_tokenizer(field)
         if len(text) > self.max_chars and not cut:
             limit = f"must be at most {self.max_chars} characters, for max_model_len and the longest token"
             raise BadRequest(field, f"{len(text)} characters", limit)
-        if len(text) <= LONG_TEXT:
-            return tokenizer.encode(text, add_special_tokens=add_special_tokens)
-        return await asyncio.to_thread(tokenizer.encode, text, add_special_tokens=add_special_tokens)
+        return await off_loop(size or len(text), tokenizer.encode, text, add_special_tokens)
+
+    async def check(self, inputs: Sequence[Input], params: SamplingParams, field: str) -> None:
+        """Raises BadRequest for the first prompt that cannot be served. field: what holds them."""
+        size = sum(len(prompt.token_ids) for prompt in inputs)
+        await off_loop(size, self._check, inputs, params, field)
+
+    def _check(self, inputs: Sequence[Input], params: SamplingParams, field: str) -> None:
+        for prompt in inputs:
+            ids = prompt.token_ids
+            parts = [np.asarray(ids[start : start + PIECE]) for start in range(0, len(ids), PIECE)]
+            whole = np.concatenate(parts) if len(parts) > 1 else ids
+            check_prompt(whole, params, self.engine.info.limits, field)
 
     async def run(
         self, name: str, body: SamplingBody, inputs: Sequence[Input], params: SamplingParams
@@ -190,8 +204,7 @@ class Context:
         Every prompt is checked before the first one starts. The engine knows the request by a name of our
         own, so that two clients may choose the same one.
         """
-        for prompt in inputs:
-            check_prompt(prompt.token_ids, params, self.engine.info.limits, body.prompt_field)
+        await self.check(inputs, params, body.prompt_field)
         params = params.clone(
             output_kind=RequestOutputKind.DELTA if body.stream else RequestOutputKind.FINAL_ONLY
         )
@@ -217,6 +230,11 @@ class Context:
                     if any(piece.finish_reason == "error" for piece in output.outputs):
                         raise EngineError(output.error or "the engine failed while serving this request")
                     yield output
+
+
+async def off_loop(size: int, work: Callable[..., T], *args: Any) -> T:
+    """What the work gives, done in a thread where its request is large."""
+    return work(*args) if size <= LONG_REQUEST else await asyncio.to_thread(work, *args)
 
 
 def check_count(prompts: int, n: int) -> None:

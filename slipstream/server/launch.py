@@ -9,7 +9,7 @@ import socket
 import ssl
 import time
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
 
 import uvicorn
 from uvicorn.config import LOGGING_CONFIG, SSL_PROTOCOL_VERSION, create_ssl_context
@@ -37,10 +37,12 @@ class Tls:
     ciphers: str = "TLSv1"
 
     def check(self) -> bool:
-        """Whether there is a certificate. Raises ValueError for files that make no TLS server."""
+        """Whether there is a certificate. Raises ValueError for flags that make no TLS server."""
         if self.certfile is None:
-            if self.keyfile or self.ca_certs:
-                raise ValueError("--ssl-keyfile, --ssl-ca-certs: need --ssl-certfile")
+            given = [flag.name for flag in fields(self) if getattr(self, flag.name) != flag.default]
+            if given:
+                flags = ", ".join(f"--ssl-{name.replace('_', '-')}" for name in given)
+                raise ValueError(f"{flags}: of no use without --ssl-certfile")
             return False
         try:
             create_ssl_context(

@@ -8,7 +8,7 @@ import socket
 import ssl
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
@@ -17,7 +17,7 @@ import httpx
 import pytest
 import trustme
 from conftest import render
-from live import serve
+from live import Live, serve
 from openai import OpenAI, RateLimitError
 from real import real_server
 from scripted import ByteTokenizer, ScriptedEngine
@@ -26,6 +26,8 @@ from text_model import make_text_model
 from waiting import wait_for
 
 from slipstream.cli.main import main
+from slipstream.contracts.limits import check_prompt
+from slipstream.server import context
 from slipstream.server.app import build_app
 from slipstream.server.options import ServerOptions
 
@@ -96,6 +98,80 @@ def test_a_body_may_be_as_large_as_the_flag_says() -> None:
         )
         answer = live.http.post("/v1/completions", json={"prompt": "x", "user": "u" * 600})
         assert "larger than 500 bytes" in answer.json()["error"]["message"]
+
+
+class WatchedTokenizer(ByteTokenizer):
+    """threads: those that it worked on; sizes: characters or ids, a call."""
+
+    def __init__(self) -> None:
+        self.threads: list[int] = []
+        self.sizes: list[int] = []
+
+    def _note(self, size: int) -> None:
+        self.threads.append(threading.get_ident())
+        self.sizes.append(size)
+
+    def encode(self, text: str, add_special_tokens: bool = True) -> list[int]:
+        self._note(len(text))
+        return super().encode(text, add_special_tokens)
+
+    def decode(self, ids: Sequence[int], skip_special_tokens: bool = True, **others: Any) -> str:
+        self._note(len(ids))
+        return super().decode(ids, skip_special_tokens, **others)
+
+
+@pytest.fixture
+def watched() -> Iterator[tuple[Live, WatchedTokenizer, int]]:
+    """A server, its tokenizer, and the thread of the event loop."""
+    tokenizer = WatchedTokenizer()
+    with serve(build_app(ScriptedEngine(), "scripted", tokenizer=tokenizer, render=render)) as live:
+        assert live.http.post("/tokenize", json={"prompt": "short"}).status_code == 200
+        [loop] = tokenizer.threads
+        tokenizer.threads.clear()
+        tokenizer.sizes.clear()
+        yield live, tokenizer, loop
+
+
+def test_many_short_prompts_are_read_and_checked_off_the_loop(
+    watched: tuple[Live, WatchedTokenizer, int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    live, tokenizer, loop = watched
+    lengths, checkers = [], []
+
+    def check(ids: Sequence[int], *others: Any) -> None:
+        lengths.append(len(ids))
+        checkers.append(threading.get_ident())
+        check_prompt(ids, *others)
+
+    monkeypatch.setattr(context, "check_prompt", check)
+    body = {"prompt": ["x" * 100] * 50, "max_tokens": 1}
+    assert live.http.post("/v1/completions", json=body).status_code == 200
+    assert tokenizer.sizes == [100] * 50 and loop not in tokenizer.threads
+    assert lengths == [100] * 100 and loop not in checkers[50:]
+    live.refused("/v1/completions", {"prompt": [1] * 200_000}, "prompt")
+    assert lengths[100:] == [200_000] and checkers[-1] != loop
+
+
+def test_a_prompt_that_is_too_long_is_refused_before_the_next_is_read(
+    watched: tuple[Live, WatchedTokenizer, int]
+) -> None:
+    live, tokenizer, _ = watched
+    message = live.refused("/v1/completions", {"prompt": ["a", "\u00e9" * 200, *["b" * 100] * 50]}, "prompt")
+    assert "prompt of 400 tokens" in message and tokenizer.sizes == [1, 200]
+
+
+@pytest.mark.parametrize("start", ["", "a", "\u20ac\u00e9"])
+def test_many_ids_are_decoded_a_piece_at_a_time_off_the_loop(
+    watched: tuple[Live, WatchedTokenizer, int], start: str
+) -> None:
+    live, tokenizer, loop = watched
+    text = start + "\u20ac" * 70_000
+    ids = ByteTokenizer().encode(text)
+    assert live.raw_json("/detokenize", {"tokens": ids})["prompt"] == text
+    assert max(tokenizer.sizes) < 2 * context.PIECE < len(ids) and loop not in tokenizer.threads
+    broken = [*ids[:-1], 256] * 2
+    assert live.raw_json("/detokenize", {"tokens": broken})["prompt"] == ByteTokenizer().decode(broken)
+    live.refused("/detokenize", {"tokens": [*ids, -1]}, "tokens")
 
 
 @pytest.mark.parametrize("stream", [False, True])
@@ -224,7 +300,11 @@ def test_serve_speaks_https_and_asks_clients_for_certificates(model: Path, tls: 
 @pytest.mark.parametrize(
     ("flags", "words"),
     [
-        (["--ssl-keyfile", "/no/such/key"], "--ssl-certfile"),
+        (["--ssl-keyfile", "/no/such/key"], "--ssl-keyfile: of no use without --ssl-certfile"),
+        (["--ssl-keyfile-password", "p"], "--ssl-keyfile-password: of no use without --ssl-certfile"),
+        (["--ssl-ca-certs", "a"], "--ssl-ca-certs: of no use without --ssl-certfile"),
+        (["--ssl-cert-reqs", "2"], "--ssl-cert-reqs: of no use without --ssl-certfile"),
+        (["--ssl-ciphers", "HIGH"], "--ssl-ciphers: of no use without --ssl-certfile"),
         (["--ssl-certfile", "/no/such/cert"], "/no/such/cert"),
         (["--ssl-certfile", __file__], "--ssl-certfile"),
         (["--max-queue-seconds", "0"], "--max-queue-seconds"),

@@ -10,7 +10,11 @@ from conftest import Template
 from live import Live
 from openai import BadRequestError, NotFoundError
 from scripted import ScriptedEngine
-from test_tools import PARAMETERS, SAID, THOUGHT, over
+from test_tools import DEEP, PARAMETERS, SAID, THOUGHT, over
+
+from slipstream.server import streams
+from slipstream.server.assistant import Said, Thoughts
+from slipstream.server.response_items import Items
 
 WEATHER: Any = {"type": "function", "name": "get_weather", "parameters": PARAMETERS, "strict": True}
 CLOCK: Any = {"type": "function", "name": "clock"}
@@ -173,6 +177,23 @@ def test_an_engine_error_in_a_stream_is_a_failed_response(served: Live, engine: 
     assert "no token was left" in last.response.error.message
 
 
+def test_an_event_that_cannot_be_written_is_a_failed_response(served: Live, monkeypatch: Any) -> None:
+    write = streams._encode
+
+    def refuse(data: Any) -> bytes:
+        if data.get("delta") == "o":
+            raise UnicodeEncodeError("utf-8", "\ud800", 0, 1, "surrogates not allowed")
+        return write(data)
+
+    monkeypatch.setattr(streams, "_encode", refuse)
+    found = events(served, input="hi")
+    assert [event.sequence_number for event in found] == list(range(len(found)))
+    assert found[-2].delta == "l"
+    assert found[-1].type == "response.failed" and found[-1].response.status == "failed"
+    assert found[-1].response.error.code == "server_error"
+    assert "internal error" in found[-1].response.error.message
+
+
 def test_what_was_never_stored_cannot_be_had(served: Live) -> None:
     with pytest.raises(NotFoundError, match="not stored"):
         served.openai.responses.retrieve("resp_1")
@@ -191,6 +212,13 @@ def test_what_was_never_stored_cannot_be_had(served: Live) -> None:
         (
             {"input": [{"type": "function_call", "call_id": "c", "name": "f", "arguments": "{"}]},
             "input.0.arguments",
+        ),
+        *(
+            (
+                {"input": [{"type": "function_call", "call_id": "c", "name": "f", "arguments": arguments}]},
+                "input.0.arguments",
+            )
+            for arguments in DEEP
         ),
         ({"input": [{"role": "user", "content": [{"type": "input_image", "image_url": "x"}]}]}, "input.0"),
         ({"background": True}, "background"),
@@ -232,3 +260,54 @@ def test_a_model_is_found_by_its_name(served: Live) -> None:
     assert served.openai.models.retrieve("scripted").id == "scripted"
     with pytest.raises(NotFoundError, match="does not exist"):
         served.openai.models.retrieve("gpt/9")
+
+
+@pytest.mark.parametrize(
+    ("reply", "texts"),
+    [
+        ("<think>abcdef</think>Hi", ["Hi"]),
+        ("<think>\n\nto think\n</think>\n\nthink", ["think"]),
+        ("<think>\n\n</think>\n\n<b>", ["<b>"]),
+        ("no <think>, and no call", ["no <think>, and no call"]),
+        (THOUGHT + "Let me see. " + SAID["hermes"], ["Let me see."]),
+        (THOUGHT + SAID["hermes"] + "tool", ["tool"]),
+        ("one" + SAID["hermes"] + "<tool_call>no call</tool_call> two", ["one", "no call two"]),
+    ],
+)
+def test_the_logprobs_of_a_message_are_those_of_its_text(reply: str, texts: list[str]) -> None:
+    with over(reply, reasoning_parser="qwen3") as (live, _):
+        ask: Any = {
+            "input": "hi", "include": ["message.output_text.logprobs"], "tools": [WEATHER, CLOCK],
+        }  # fmt: skip
+        found = events(live, **ask)
+        whole = live.openai.responses.create(model="scripted", **ask)
+        for answer in (whole, found[-1].response):
+            parts = [item.content[0] for item in answer.output if item.type == "message"]
+            assert [part.text.strip() for part in parts] == texts
+            spelled = ["".join(entry.token for entry in part.logprobs) for part in parts]
+            assert ["".join(text.split()) for text in spelled] == ["".join(text.split()) for text in texts]
+        deltas = [e for e in found if e.type == "response.output_text.delta"]
+        for event in deltas:
+            assert "".join(entry.token for entry in event.logprobs).strip() == event.delta.strip()
+        done = [e.logprobs for e in found if e.type == "response.output_text.done"]
+        assert sum(map(len, done)) == sum(len(event.logprobs) for event in deltas)
+
+
+def entries(*tokens: bytes) -> list[Any]:
+    return [{"token": token.decode(errors="replace"), "bytes": list(token)} for token in tokens]
+
+
+def test_tokens_that_are_parts_of_characters_or_of_two_texts_go_where_they_belong() -> None:
+    items = Items()
+
+    def add(*parts: Any, tokens: list[bytes]) -> None:
+        list(items.add(Said(list(parts)), entries(*tokens)))
+
+    add(Thoughts("hm"), tokens=[b"<think>", b"hm"])
+    add(Thoughts("."), "A", tokens=[b".</think>\n\nA"])
+    add(tokens=[b"\xe2\x82"])
+    add("\u20ac", tokens=[b"\xac <"])
+    add(" <b", tokens=[b"b", b"<|end|>"])
+    list(items.end("completed"))
+    spelled = [bytes(entry["bytes"]) for entry in items.items[1]["content"][0]["logprobs"]]
+    assert spelled == [b".</think>\n\nA", b"\xe2\x82", b"\xac <", b"b"]
