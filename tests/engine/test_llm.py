@@ -241,6 +241,15 @@ def test_a_call_that_is_interrupted_while_a_step_runs_leaves_nothing_behind(llm,
     core.scheduler.check_invariants()
 
 
+@pytest.fixture
+def ctrl_c() -> Iterator[None]:
+    """As at a terminal: a process in the background is started with its signal ignored."""
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
+    yield
+    signal.signal(signal.SIGINT, before)
+
+
+@pytest.mark.usefixtures("ctrl_c")
 def test_ctrl_c_ends_a_call_between_two_steps_wherever_it_comes(llm):
     """In planning, in launching, in taking results: the engine goes on as if nothing had happened."""
     core = llm._client.core
