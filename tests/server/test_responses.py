@@ -10,7 +10,8 @@ from conftest import Template
 from live import Live
 from openai import BadRequestError, NotFoundError
 from scripted import ScriptedEngine
-from test_tools import DEEP, PARAMETERS, SAID, THOUGHT, over
+from test_tool_faults import DEEP
+from test_tools import PARAMETERS, SAID, THOUGHT, over
 
 from slipstream.server import streams
 from slipstream.server.assistant import Said, Thoughts

@@ -19,6 +19,9 @@ def nested(depth: int) -> str:
     return '{"a":' * depth + "1" + "}" * depth
 
 
+DEEP = ["[" * 100_000, '{"a":' * 100_000, nested(990), nested(MAX_DEPTH + 1)]
+
+
 def turns(arguments: str) -> list[Any]:
     call = {"id": "x", "type": "function", "function": {"name": "f", "arguments": arguments}}
     return [*HI, {"role": "assistant", "tool_calls": [call]}]
@@ -60,7 +63,7 @@ def test_deep_arguments_within_the_limit_reach_the_template() -> None:
         assert seen["function"]["arguments"] == json.loads(nested(MAX_DEPTH))
 
 
-@pytest.mark.parametrize("arguments", ["[" * 100_000, '{"a":' * 100_000, nested(990), nested(MAX_DEPTH + 1)])
+@pytest.mark.parametrize("arguments", DEEP)
 def test_arguments_that_are_too_deep_are_refused_by_name(arguments: str) -> None:
     with over("ok", Template()) as (live, engine):
         where = "messages.1.tool_calls.0.function.arguments"
