@@ -6,7 +6,7 @@ import asyncio
 import json
 from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable, Sequence
 from contextlib import aclosing, suppress
-from typing import Any, TypeVar
+from typing import Any, ClassVar, TypeVar
 
 import msgspec
 from fastapi import Request, Response
@@ -118,15 +118,23 @@ async def started(request: Request, source: AsyncGenerator[T, None]) -> AsyncGen
 
 
 class EventStream(StreamingResponse):
-    """Sends events as they come, then [DONE]. An error after the start becomes an event of OpenAI's error
-    shape.
+    """Sends events as they come, then [DONE]. An error after the start, in making an event or in writing it,
+    becomes the event that failed makes of it: by default one of OpenAI's error shape.
 
     source is what events read from: it is closed, and its requests with it, however the answer ends.
     """
 
-    def __init__(self, name: str, events: AsyncIterator[Any], source: AsyncGenerator[Any, None]) -> None:
+    _end: ClassVar[bytes] = DONE
+
+    def __init__(
+        self,
+        name: str,
+        events: AsyncIterator[Any],
+        source: AsyncGenerator[Any, None],
+        failed: Callable[[Exception], Any] = lambda error: describe(error)[1],
+    ) -> None:
         super().__init__(
-            self._framed(name, events),
+            self._framed(name, events, failed),
             media_type="text/event-stream",
             headers={"Cache-Control": "no-cache", "X-Accel-Buffering": "no"},
         )
@@ -140,39 +148,29 @@ class EventStream(StreamingResponse):
         finally:
             await self._source.aclose()
 
-    async def _framed(self, name: str, events: AsyncIterator[Any]) -> AsyncIterator[bytes]:
+    async def _framed(
+        self, name: str, events: AsyncIterator[Any], failed: Callable[[Exception], Any]
+    ) -> AsyncIterator[bytes]:
         try:
             async for data in events:
-                yield event(data)
+                yield self._frame(data)
         except Exception as error:
             log.error("stream failed", request=name, error=repr(error))
-            yield event(describe(error)[1])
-        yield DONE
+            yield self._frame(failed(error))
+        if self._end:
+            yield self._end
+
+    @staticmethod
+    def _frame(data: Any) -> bytes:
+        return event(data)
 
 
 class NamedEventStream(EventStream):
-    """Events with a line for their type. There is no [DONE]. failed: makes the event that ends the stream in
-    place of the one that an error kept from being made or sent."""
+    """Events with a line for their type. There is no [DONE]."""
 
-    def __init__(
-        self,
-        name: str,
-        events: AsyncIterator[Any],
-        source: AsyncGenerator[Any, None],
-        failed: Callable[[Exception], Any],
-    ) -> None:
-        super().__init__(name, events, source)
-        self._failed = failed
+    _end = b""
 
-    async def _framed(self, name: str, events: AsyncIterator[Any]) -> AsyncIterator[bytes]:
-        try:
-            async for data in events:
-                yield _named(data)
-        except Exception as error:
-            log.error("stream failed", request=name, error=repr(error))
-            yield _named(self._failed(error))
-
-
-def _named(data: Any) -> bytes:
-    kind: str = data["type"]
-    return b"event: " + kind.encode() + b"\n" + event(data)
+    @staticmethod
+    def _frame(data: Any) -> bytes:
+        kind: str = data["type"]
+        return b"event: " + kind.encode() + b"\n" + event(data)
