@@ -68,8 +68,9 @@ class LinearConfig:
 
 # Beyond these rows cuBLAS has work for all multiprocessors.
 MOST_ROWS = 256
-# Up to these rows products share a norm; beyond, a kernel for it costs less than what sharing adds to theirs.
-SHARING_ROWS = 8
+# Up to these rows products share a norm. Beyond, small ones do where a sum has no more tiles than these, each
+# with squares of its own that the next product must read; large ones are mostly cuBLAS's then.
+SHARING_ROWS, SHARING_TILES = 8, 96
 # Inputs of a slab, and the elements of a weight up to which a layer counts as small.
 DEPTH, SMALL = 1024, 8 << 20
 VECTOR = LinearConfig("vector", rows=1, columns=8, depth=DEPTH, stages=3)
@@ -137,6 +138,12 @@ def _more_rows(op: Op, rows: int, outputs: int, inputs: int) -> LinearConfig | N
 
 def _tile_rows(rows: int) -> int:
     return max(16, min(64, next_power_of_2(rows)))
+
+
+def shares_norm(rows: int, outputs: int, inputs: int, config: LinearConfig) -> bool:
+    """Whether a sum should do its part of the norm that follows, as measures best in whole layers."""
+    few = outputs * inputs <= SMALL and ceil_div(outputs, config.columns) <= SHARING_TILES
+    return rows <= SHARING_ROWS or few
 
 
 class LinearScratch:

@@ -15,8 +15,8 @@ from slipstream.kernels.linear_kernels import (
     finish,
     load_bias,
     load_residual,
-    load_rstd,
     load_scale,
+    load_squares,
     load_weights,
     load_x,
     weight_rows,
@@ -59,7 +59,7 @@ def direct_kernel(
     pdl_begin(PDL, EARLY)
     for slab in tl.static_range(FIRST):
         values = append(values, load_x(x_at, row, k + slab * DEPTH, count, INPUTS, EVEN))
-    rstd = load_rstd(squares, first_row, count, eps, INPUTS, ROWS, PARTS, PARTS_PAD, SHRINK)
+    parts = load_squares(squares, first_row, count, ROWS, PARTS, PARTS_PAD)
     before = load_residual(
         out, tile, first_row, count, out_stride, OUTPUTS, ROWS, COLUMNS, OP == "add" and SPLITS == 1
     )
@@ -73,9 +73,9 @@ def direct_kernel(
             values = append(values, load_x(x_at, row, following, count, INPUTS, EVEN))
         acc = tl.dot(left, tl.permute(right, (0, 2, 1)), acc, input_precision="ieee")
     finish(
-        tl.sum(acc, 0), rstd, before, bias_C, scale_C, scaled, new_squares, out, partial, counter, tile,
-        first_row, split, count, out_stride, OUTPUTS, ROWS, COLUMNS, SPLITS, OP, PARTS, SCALES, SHRINK,
-        BIASED,
+        tl.sum(acc, 0), parts, eps, before, bias_C, scale_C, scaled, new_squares, out, partial, counter, tile,
+        first_row, split, count, out_stride, OUTPUTS, INPUTS, ROWS, COLUMNS, SPLITS, OP, PARTS, SCALES,
+        SHRINK, BIASED,
     )
 
 
@@ -106,7 +106,7 @@ def vector_kernel(
     pdl_begin(PDL, EARLY)
     for slab in tl.static_range(FIRST):
         values = append(values, load_x(x_at, row, k + slab * DEPTH, count, INPUTS, EVEN))
-    rstd = load_rstd(squares, first_row, count, eps, INPUTS, ROWS, PARTS, PARTS_PAD, SHRINK)
+    parts = load_squares(squares, first_row, count, ROWS, PARTS, PARTS_PAD)
     before = load_residual(
         out, tile, first_row, count, out_stride, OUTPUTS, ROWS, COLUMNS, OP == "add" and SPLITS == 1
     )
@@ -119,9 +119,9 @@ def vector_kernel(
             values = append(values, load_x(x_at, row, following, count, INPUTS, EVEN))
         acc += sums
     finish(
-        tl.trans(tl.sum(acc, 2)), rstd, before, bias_C, scale_C, scaled, new_squares, out, partial, counter,
-        tile, first_row, split, count, out_stride, OUTPUTS, ROWS, COLUMNS, SPLITS, OP, PARTS, SCALES, SHRINK,
-        BIASED,
+        tl.trans(tl.sum(acc, 2)), parts, eps, before, bias_C, scale_C, scaled, new_squares, out, partial,
+        counter, tile, first_row, split, count, out_stride, OUTPUTS, INPUTS, ROWS, COLUMNS, SPLITS, OP,
+        PARTS, SCALES, SHRINK, BIASED,
     )
 
 

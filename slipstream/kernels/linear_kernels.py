@@ -46,7 +46,7 @@ def slab_kernel(
             weights = append(weights, load_weights(at, source, k + slab * DEPTH, INPUTS, EVEN))
         pdl_begin(PDL, EARLY)
         value = load_x(x_at, row, k, count, INPUTS, EVEN)
-        rstd = load_rstd(squares, first_row, count, eps, INPUTS, ROWS, PARTS, PARTS_PAD, SHRINK)
+        parts = load_squares(squares, first_row, count, ROWS, PARTS, PARTS_PAD)
         before = load_residual(
             out, tile, first_row, count, out_stride, OUTPUTS, ROWS, COLUMNS, OP == "add" and SPLITS == 1
         )
@@ -60,7 +60,7 @@ def slab_kernel(
         slab_weights = load_weights(at, source, k, INPUTS, EVEN)
         pdl_begin(PDL, EARLY)
         value = load_x(x_at, row, k, count, INPUTS, EVEN)
-        rstd = load_rstd(squares, first_row, count, eps, INPUTS, ROWS, PARTS, PARTS_PAD, SHRINK)
+        parts = load_squares(squares, first_row, count, ROWS, PARTS, PARTS_PAD)
         before = load_residual(
             out, tile, first_row, count, out_stride, OUTPUTS, ROWS, COLUMNS, OP == "add" and SPLITS == 1
         )
@@ -72,9 +72,9 @@ def slab_kernel(
             slab_weights, value = next_weights, following
         acc = tl.dot(slab_weights, tl.permute(value, (0, 2, 1)), acc, input_precision="ieee")
     finish(
-        tl.sum(acc, 0), rstd, before, bias_C, scale_C, scaled, new_squares, out, partial, counter, tile,
-        first_row, split, count, out_stride, OUTPUTS, ROWS, COLUMNS, SPLITS, OP, PARTS, SCALES, SHRINK,
-        BIASED,
+        tl.sum(acc, 0), parts, eps, before, bias_C, scale_C, scaled, new_squares, out, partial, counter, tile,
+        first_row, split, count, out_stride, OUTPUTS, INPUTS, ROWS, COLUMNS, SPLITS, OP, PARTS, SCALES,
+        SHRINK, BIASED,
     )
 
 
@@ -105,7 +105,7 @@ def tile_kernel(
     pdl_begin(PDL, EARLY)
     for slab in tl.static_range(HELD):
         values = append(values, load_x(x_at, row, k + (SLABS - HELD + slab) * DEPTH, count, INPUTS, EVEN))
-    rstd = load_rstd(squares, first_row, count, eps, INPUTS, ROWS, PARTS, PARTS_PAD, SHRINK)
+    parts = load_squares(squares, first_row, count, ROWS, PARTS, PARTS_PAD)
     for _ in range(SLABS - HELD):
         weights = load_weights(at, source, k, INPUTS, EVEN)
         value = load_x(x_at, row, k, count, INPUTS, EVEN)
@@ -119,8 +119,8 @@ def tile_kernel(
         out, tile, first_row, count, out_stride, OUTPUTS, ROWS, COLUMNS, OP == "add" and SPLITS == 1
     )
     finish(
-        acc, rstd, before, bias_C, scale_C, scaled, new_squares, out, partial, counter, tile, first_row,
-        split, count, out_stride, OUTPUTS, ROWS, COLUMNS, SPLITS, OP, PARTS, SCALES, SHRINK, BIASED,
+        acc, parts, eps, before, bias_C, scale_C, scaled, new_squares, out, partial, counter, tile, first_row,
+        split, count, out_stride, OUTPUTS, INPUTS, ROWS, COLUMNS, SPLITS, OP, PARTS, SCALES, SHRINK, BIASED,
     )
 
 
@@ -161,21 +161,20 @@ def load_scale(
 
 
 @jit
-def load_rstd(
-    squares: Arg, first_row: Arg, count: Arg, eps: Arg,
-    INPUTS: tl.constexpr, ROWS: tl.constexpr, PARTS: tl.constexpr, PARTS_PAD: tl.constexpr,
-    SHRINK: tl.constexpr,
+def load_squares(
+    squares: Arg, first_row: Arg, count: Arg,
+    ROWS: tl.constexpr, PARTS: tl.constexpr, PARTS_PAD: tl.constexpr,
 ) -> Any:
-    """1 / RMS of rows [ROWS] from the sums of squares of their PARTS parts, or nothing of use."""
+    """The sums of squares of rows' PARTS parts [PARTS_PAD, ROWS], or nothing of use. Only read here: adding
+    them up before the product would hold it up."""
     row = first_row + tl.arange(0, ROWS)
     if PARTS > 0:
         part = tl.arange(0, PARTS_PAD)[:, None]
         inside = (part < PARTS) & (row < count)[None, :]
         parts = tl.load(squares + part * count + row[None, :], mask=inside, other=0.0)
-        rstd = tl.rsqrt(tl.sum(parts, 0) / INPUTS + eps) / SHRINK
     else:
-        rstd = row.to(tl.float32)
-    return rstd
+        parts = row
+    return parts
 
 
 @jit
@@ -215,14 +214,17 @@ def load_residual(
 
 @jit
 def finish(
-    total: Arg, rstd: Arg, before: Arg, bias_C: Arg, scale_C: Arg, scaled: Arg, new_squares: Arg, out: Arg,
-    partial: Arg, counter: Arg, tile: Arg, first_row: Arg, split: Arg, count: Arg, out_stride: Arg,
-    OUTPUTS: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr, SPLITS: tl.constexpr, OP: tl.constexpr,
-    PARTS: tl.constexpr, SCALES: tl.constexpr, SHRINK: tl.constexpr, BIASED: tl.constexpr,
+    total: Arg, parts: Arg, eps: Arg, before: Arg, bias_C: Arg, scale_C: Arg, scaled: Arg,
+    new_squares: Arg, out: Arg, partial: Arg, counter: Arg, tile: Arg, first_row: Arg, split: Arg, count: Arg,
+    out_stride: Arg,
+    OUTPUTS: tl.constexpr, INPUTS: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr,
+    SPLITS: tl.constexpr, OP: tl.constexpr, PARTS: tl.constexpr, SCALES: tl.constexpr, SHRINK: tl.constexpr,
+    BIASED: tl.constexpr,
 ) -> None:
-    """From sums [COLUMNS, ROWS] to y; before: the residual's tile. Of a split tile, the last program to come
-    adds the partial sums, always in the same order."""
+    """From sums [COLUMNS, ROWS] to y. parts: see load_squares; before: the residual's tile. Of a split
+    tile, the last program to come adds the partial sums, always in the same order."""
     if PARTS > 0:
+        rstd = tl.rsqrt(tl.sum(parts, 0) / INPUTS + eps) / SHRINK
         total = total * rstd[None, :]
     if SPLITS == 1:
         _store(

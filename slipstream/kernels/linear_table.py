@@ -14,7 +14,7 @@ from typing import Any
 # (operation, outputs, inputs) -> rows -> cut. Qwen3-0.6B, Llama-3.1-8B, an EAGLE-3 drafter for that.
 MEASURED: dict[tuple[str, int, int], dict[int, str | None]] = {
     ("plain", 4096, 1024): {
-        8: "d8x16x256w2n4", 16: "t16x64x128w4n4", 32: "t32x64x64w4n6", 64: "t64x64x128w4n3h2", 256: None,
+        8: "d8x16x256w2n4", 16: "t16x64x128w4n4", 32: "t32x64x64w4n6", 64: "t64x64x64w4n6", 256: None,
     },
     ("add", 1024, 2048): {
         1: "d8x16x1024w8n2", 8: "d8x16x512w4n4", 16: "t16x64x128/4w4n3h2", 32: "t32x64x128/4w4n3h2",

@@ -21,7 +21,6 @@ import torch.nn.functional as F
 from slipstream.attention.protocol import AttendQkv, HeadPrep
 from slipstream.kernels.linear import (
     MOST_ROWS,
-    SHARING_ROWS,
     LinearConfig,
     LinearScratch,
     Norm,
@@ -32,6 +31,7 @@ from slipstream.kernels.linear import (
     gated_linear,
     linear,
     scratch_size,
+    shares_norm,
 )
 from slipstream.kernels.rms_norm import add_rms_norm, embed_rms_norm, rms_norm
 from slipstream.kernels.silu_and_mul import silu_and_mul
@@ -68,9 +68,10 @@ class FusedLinear:
         """y, whatever would be chosen."""
         return F.linear(x_MK, self.weight_NK, self.bias_N)
 
-    def shares(self, rows: int) -> bool:
+    def shares(self, rows: int, config: LinearConfig) -> bool:
         """Whether a sum also does its part of the norm that follows."""
-        return rows <= SHARING_ROWS and not self._invariant
+        outputs, inputs = self.weight_NK.shape
+        return not self._invariant and shares_norm(rows, outputs, inputs, config)
 
     def __call__(self, x_MK: Tensor) -> Tensor:
         config = self.config("plain", len(x_MK))
@@ -212,7 +213,7 @@ class FusedPass:
         else:
             self._scaled = add_linear(
                 x_TK, linear_.weight_NK, linear_.bias_N, self._residual_TH, config, linear_.scratch,
-                norm.norm if norm is not None and linear_.shares(len(x_TK)) else None,
+                norm.norm if norm is not None and linear_.shares(len(x_TK), config) else None,
             )
 
     def residual(self) -> Tensor:

@@ -209,8 +209,8 @@ class Chain:
         def product(op: Any, rows: int, outputs: int, inputs: int, *rest: Any) -> LinearConfig | None:
             return self.config(choice, names[op, outputs, inputs], rows)
 
-        def shares(linear: Any, rows: int) -> bool:
-            return usual_shares(linear, rows) if choice.shares is None else choice.shares
+        def shares(linear: Any, rows: int, config: LinearConfig) -> bool:
+            return usual_shares(linear, rows, config) if choice.shares is None else choice.shares
 
         usual_shares = FusedLinear.shares
         kept = paged_triton.choose_decode, paged_triton.choose_verify, maths_fused.choose_linear_config
