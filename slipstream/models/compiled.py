@@ -1,14 +1,16 @@
 """A model whose forward pass torch.compile has compiled, for --compilation-config's stock_torch_compile.
 
-The pass becomes one graph for any count of tokens. Attention stays what it is: an operation that the compiler
-does not look into. It has to be found by the operation alone, so the step's attend is kept here while forward
-runs: one engine's thread, one step at a time.
+The pass becomes one graph for a single token and one for any more. Their count is all that the compiler may
+not know: with sizes of weights left open too, it would look at 28 layers for minutes. Attention stays what it
+is: an operation that the compiler does not look into. It has to be found by the operation alone, so the
+step's attend is kept here while forward runs: one engine's thread, one step at a time.
 
 Legend: T tokens, H query heads, G KV heads, D head size.
 """
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -34,9 +36,9 @@ def _(layer: int, q_THD: Tensor, k_TGD: Tensor, v_TGD: Tensor) -> Tensor:
 class CompiledModel:
     """See Model. backend: torch.compile's."""
 
-    def __init__(self, model: Model, backend: str = "inductor") -> None:
+    def __init__(self, model: Model, backend: str | Callable[..., Any] = "inductor") -> None:
         self._model = model
-        self._forward: Any = torch.compile(model.forward_aux, dynamic=True, fullgraph=True, backend=backend)
+        self._forward: Any = torch.compile(model.forward_aux, fullgraph=True, backend=backend)
         self.attention: tuple[LayerAttention, ...] = model.attention
         self.embed = model.embed
         self.activation_dtype = model.activation_dtype
@@ -50,6 +52,9 @@ class CompiledModel:
     def forward_aux(
         self, tokens_T: Tensor, positions_T: Tensor, attend: Attend, aux_layers: tuple[int, ...]
     ) -> tuple[Tensor, Tensor | None]:
+        if len(tokens_T) > 1:
+            for each_T in (tokens_T, positions_T):
+                torch._dynamo.mark_dynamic(each_T, 0)
         _now.append(attend)
         try:
             found: tuple[Tensor, Tensor | None] = self._forward(tokens_T, positions_T, _attend, aux_layers)
