@@ -7,12 +7,13 @@
 #   PEER     folders to put before PYTHONPATH for vLLM; default $HOME/peer/site:$HOME/peer/deps. Without vLLM
 #            there and among the installed packages, ours runs alone
 #   LOADS    default: all of the table
-#   FLASH    1: ours once more with --attention-backend flash
+#   VARIANTS ours once more with each of: flash (--attention-backend flash), invariant (--batch-invariant),
+#            compiled (--compilation-config stock_torch_compile); default none
 #   RESULTS  where the JSON files go; default benchmarks/results
 #   PYTHON   default python3
 set -euo pipefail
 root=$(cd "$(dirname "$0")/.." && pwd)
-[[ $# -gt 0 ]] || { sed -n 's/^# \{0,1\}//; 2,12p' "$0" >&2; exit 2; }
+[[ $# -gt 0 ]] || { sed -n 's/^# \{0,1\}//; 2,13p' "$0" >&2; exit 2; }
 bench=${BENCH:-$root/.peer/bench.py}
 ours=$root${PYTHONPATH:+:$PYTHONPATH}
 peer=${PEER:-$HOME/peer/site:$HOME/peer/deps}
@@ -36,6 +37,15 @@ run() {
     grep '^RESULT' "$5" >&2
 }
 
+declare -A variants=(
+    [flash]='{"attention_backend": "flash", "block_size": 128}'
+    [invariant]='{"batch_invariant": true}'
+    [compiled]='{"compilation_config": {"mode": "stock_torch_compile"}}'
+)
+for variant in ${VARIANTS:-}; do
+    [[ -n ${variants[$variant]:-} ]] || { echo "VARIANTS=$variant: must be of ${!variants[*]}" >&2; exit 2; }
+done
+
 has_peer() { PYTHONPATH=$peer "$python" -c 'import importlib.util as u; exit(u.find_spec("vllm") is None)'; }
 
 for model in "$@"; do
@@ -46,15 +56,15 @@ for model in "$@"; do
     # Twice: what the first start compiles, the second finds.
     run slipstream "$ours" "$model" bs1 "$scratch/first" || exit 1
     run slipstream "$ours" "$model" "$loads" "$scratch/ours" || exit 1
-    if [[ ${FLASH:-} == 1 ]]; then
-        run slipstream "$ours" "$model" "$loads" "$scratch/flash" \
-            --llm '{"attention_backend": "flash", "block_size": 128}' && logs+=(--flash "$scratch/flash")
-    fi
+    for variant in ${VARIANTS:-}; do
+        run slipstream "$ours" "$model" "$loads" "$scratch/$variant" --llm "${variants[$variant]}" &&
+            logs+=(--variant "$variant=$scratch/$variant")
+    done
     if ! has_peer; then
         echo "== no vLLM in $peer: ours alone" >&2
     elif run vllm "$peer" "$model" "$loads" "$scratch/theirs" --runner 1; then
         logs+=(--theirs "$scratch/theirs")
     fi
     PYTHONPATH=$root "$python" "$root/benchmarks/gpu_table.py" "$name" "${logs[@]}" --cache "$cache" \
-        --command "benchmarks/gpu.sh $name" --json "$results/gpu_$name.json"
+        --command "${VARIANTS:+VARIANTS='$VARIANTS' }benchmarks/gpu.sh $name" --json "$results/gpu_$name.json"
 done

@@ -1,10 +1,11 @@
 """What benchmarks/gpu.sh logged, as a table and as JSON: both engines, their ratio, and the goals.
 
-    python benchmarks/gpu_table.py MODEL --ours LOG [--first LOG] [--flash LOG] [--theirs LOG] [--json FILE]
+    python benchmarks/gpu_table.py MODEL --ours LOG [--first LOG] [--variant NAME=LOG ...] [--theirs LOG]
+        [--json FILE]
 
 A log's lines that begin with RESULT hold a JSON object for each load. ratio: how many times faster ours did
-the same work. --first: the log of a start before that of --ours, for the time of a first start. --flash: of
-ours with FlashAttention 3 for prompts, which gets a table of its own.
+the same work. --first: the log of a start before that of --ours, for the time of a first start. --variant:
+of ours with other arguments, which gets a table of its own; its price is the time beside ours without them.
 """
 
 from __future__ import annotations
@@ -64,7 +65,7 @@ GOALS: dict[str, dict[str, Goal]] = {
 @dataclass
 class Row:
     """One load. seconds: of the whole; missed: goals not reached, in words; open: those that need the
-    peer, which did not run."""
+    peer, which did not run; price: of a variant, its time over ours without."""
 
     load: str
     seconds: float
@@ -75,6 +76,7 @@ class Row:
     goal: Goal
     missed: list[str] = field(default_factory=list)
     open: list[str] = field(default_factory=list)
+    price: float | None = None
 
 
 def read_results(log: str) -> Results:
@@ -104,6 +106,14 @@ def compare(model: str, ours: Results, theirs: Results, first: Results) -> list[
     return rows
 
 
+def price(rows: list[Row], ours: Results) -> list[Row]:
+    """A variant's rows with what it costs."""
+    for row in rows:
+        if row.load in ours:
+            row.price = row.seconds / ours[row.load]["seconds"]
+    return rows
+
+
 def _judge(row: Row, ours: Results) -> None:
     goal = row.goal
     if goal.most_ms is not None and (row.ms_per_step is None or row.ms_per_step > goal.most_ms):
@@ -124,10 +134,13 @@ def _judge(row: Row, ours: Results) -> None:
 
 
 def table(rows: list[Row]) -> str:
-    lines = [f"{'load':<14}{'ms/step':>9}{'tok/s':>10}{'seconds':>9}{'vLLM s':>9}{'ratio':>7}  goals"]
+    priced = any(row.price is not None for row in rows)
+    lines = [f"{'load':<14}{'ms/step':>9}{'tok/s':>10}{'seconds':>9}{'vLLM s':>9}{'ratio':>7}"]
+    lines[0] += f"{'price':>7}  goals" if priced else "  goals"
     for row in rows:
         cells = [_cell(row.ms_per_step, 9, 3), _cell(row.tok_s, 10, 0), _cell(row.seconds, 9, 3)]
         cells += [_cell(row.peer_seconds, 9, 3), _cell(row.ratio, 7, 2)]
+        cells += [_cell(row.price, 7, 2)] if priced else []
         verdicts = [f"missed: {text}" for text in row.missed] + [f"open: {text}" for text in row.open]
         met = "reached" if row.goal != Goal() else ""
         lines.append(f"{row.load:<14}{''.join(cells)}  {'; '.join(verdicts) or met}")
@@ -164,27 +177,30 @@ def main() -> None:
     parser.add_argument("model", help="name of the model, for its goals")
     parser.add_argument("--ours", type=Path, required=True)
     parser.add_argument("--first", type=Path)
-    parser.add_argument("--flash", type=Path)
+    parser.add_argument("--variant", action="append", default=[], help="NAME=LOG")
     parser.add_argument("--theirs", type=Path)
     parser.add_argument("--cache", default="", help="kernels before the first start: empty or filled")
     parser.add_argument("--command", default="", help="what was run, for the record")
     parser.add_argument("--json", type=Path)
     options = parser.parse_args()
-    ours, theirs, first, flash = (
-        read_results(path.read_text("utf-8", "replace")) if path else {}
-        for path in (options.ours, options.theirs, options.first, options.flash)
-    )
+
+    def read(path: Path | None) -> Results:
+        return read_results(path.read_text("utf-8", "replace")) if path else {}
+
+    ours, theirs, first = read(options.ours), read(options.theirs), read(options.first)
+    variants = {name: read(Path(log)) for name, _, log in (each.partition("=") for each in options.variant)}
     rows = compare(options.model, ours, theirs, first)
     print(f"{options.model}\n{table(rows)}")
-    with_flash = compare(options.model, flash, theirs, {})
-    if with_flash:
-        print(f"{options.model}, flash\n{table(with_flash)}")
+    of_variants = {}
+    for name, results in variants.items():
+        of_variants[name] = price(compare(options.model, results, theirs, {}), ours)
+        print(f"{options.model}, {name}\n{table(of_variants[name])}")
     if options.json:
         record = {
             "benchmark": "gpu", "model": options.model, "command": options.command, **facts(),
             "kernel_cache_at_first_start": options.cache, "rows": [asdict(row) for row in rows],
-            "flash_rows": [asdict(row) for row in with_flash],
-            "slipstream": ours, "flash": flash, "vllm": theirs,
+            "variant_rows": {name: [asdict(row) for row in rows] for name, rows in of_variants.items()},
+            "slipstream": ours, "variants": variants, "vllm": theirs,
         }
         options.json.write_text(json.dumps(record, indent=1) + "\n")
 

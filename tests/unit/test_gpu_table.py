@@ -64,7 +64,8 @@ for flag in ("--engine", "--model", "--loads", "--runner", "--llm"): parser.add_
 args = parser.parse_args()
 if args.model.endswith("bad"): sys.exit("this model fails")
 if args.engine == "vllm" and "without" in args.model: sys.exit("the peer fails")
-slow = 2.0 if args.engine == "vllm" else 0.5 if "flash" in args.llm else 1.0
+slow = 2.0 if args.engine == "vllm" else 1.0
+slow = 0.5 if "flash" in args.llm else 4.0 if "invariant" in args.llm else slow
 print("RESULT " + json.dumps({"load": "startup", "import_s": slow, "init_s": 0}))
 for load in args.loads.split(","):
     print("RESULT " + json.dumps({"load": load, "seconds": slow, "tok_s": 1.0, "ms_per_step": slow}))
@@ -86,17 +87,19 @@ def run_script(tmp_path: Path, *models: str, peer: Path, **more: str) -> subproc
 def test_the_script_runs_both_engines_and_stores_one_file_a_model(tmp_path: Path) -> None:
     (tmp_path / "site" / "vllm").mkdir(parents=True)
     (tmp_path / "site" / "vllm" / "__init__.py").touch()
-    done = run_script(tmp_path, "/m/one", "/m/two", peer=tmp_path / "site", FLASH="1")
+    done = run_script(tmp_path, "/m/one", "/m/two", peer=tmp_path / "site", VARIANTS="flash invariant")
     assert done.returncode == 0, done.stderr
     for name in ("one", "two"):
         record = json.loads((tmp_path / "results" / f"gpu_{name}.json").read_text())
         assert [row["load"] for row in record["rows"]] == ["first startup", "startup", "bs1", "nano"]
         assert [row["ratio"] for row in record["rows"]] == [2.0] * 4
-        assert [(row["load"], row["ratio"]) for row in record["flash_rows"]] == [
-            ("startup", 4.0), ("bs1", 4.0), ("nano", 4.0)
-        ]
+        for name, ratio, price in (("flash", 4.0, 0.5), ("invariant", 0.5, 4.0)):
+            assert [(row["load"], row["ratio"], row["price"]) for row in record["variant_rows"][name]] == [
+                (load, ratio, price) for load in ("startup", "bs1", "nano")
+            ]
+        assert record["command"] == f"VARIANTS='flash invariant' benchmarks/gpu.sh {record['model']}"
         assert record["kernel_cache_at_first_start"] == "empty" and record["vllm"]["nano"]["seconds"] == 2.0
-    assert "nano" in done.stdout
+    assert "nano" in done.stdout and "price" in done.stdout
 
 
 def test_the_script_runs_ours_alone_where_there_is_no_peer(tmp_path: Path) -> None:
@@ -118,3 +121,5 @@ def test_the_script_shows_why_an_engine_failed(tmp_path: Path) -> None:
     done = run_script(tmp_path, "/m/bad", peer=tmp_path / "nothing")
     assert done.returncode == 1 and "this model fails" in done.stderr
     assert run_script(tmp_path, peer=tmp_path).returncode == 2
+    done = run_script(tmp_path, "/m/one", peer=tmp_path / "nothing", VARIANTS="fast")
+    assert done.returncode == 2 and "VARIANTS=fast: must be of" in done.stderr
