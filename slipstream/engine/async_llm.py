@@ -96,7 +96,7 @@ class AsyncLLM:
         self._ears: tuple[int, ...] = ()  # descriptors that the loop waits for
         self._dead: str | None = None
         self._lookers = Lookers()
-        # Threads that wait for grammars to be compiled; the compiling itself is of a pool of its own.
+        # Threads that wait for grammars to be tried, which processes do.
         self._compiling = ThreadPoolExecutor(MOST_COMPILING, thread_name_prefix="compiling")
 
     @classmethod
@@ -107,7 +107,9 @@ class AsyncLLM:
         from slipstream.engine.steady_client import SteadyClient
 
         tokenizer = open_tokenizer(args)
-        return cls(SteadyClient(args), tokenizer, args.seed)
+        engine = cls(SteadyClient(args), tokenizer, args.seed)
+        engine._compiling.submit(engine._inputs.begin_trials)
+        return engine
 
     async def generate(
         self,
@@ -321,4 +323,5 @@ class AsyncLLM:
         """End the engine; requests that run raise EngineDeadError. May be called again."""
         self.stop("the engine was shut down")
         self._compiling.shutdown(wait=False, cancel_futures=True)
+        self._inputs.close()
         self._client.close()

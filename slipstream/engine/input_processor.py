@@ -16,11 +16,12 @@ from slipstream.config.structured_outputs import NONE, config_of
 from slipstream.contracts.errors import BadRequest
 from slipstream.contracts.limits import MAX_END_TOKEN_IDS, check_request, check_text
 from slipstream.contracts.sampling_params import SamplingParams
+from slipstream.engine import processes
 from slipstream.engine.client import EngineInfo
 from slipstream.text.tokenizer import Tokenizer, load_tokenizer
 
 if TYPE_CHECKING:
-    from slipstream.grammar.compiler import Compiler
+    from slipstream.grammar.trial import Trials
 
 Array = np.ndarray
 _CACHED_WORDS = 4096
@@ -74,14 +75,27 @@ class InputProcessor:
         self._by_priority = info.plan.get("scheduling_policy", {}).get("value") == "priority"
         self._random = random.Random(seed)
         self._structured = config_of(info.plan)
-        self._compiler: Compiler | None = None
-        if tokenizer is not None and self._structured.backend != NONE:
-            from slipstream.grammar.compiler import Compiler
-
-            backend = self._structured.backend
-            self._compiler = Compiler(backend, lambda: tokenizer, vocab, info.end_token_ids)
+        self._constrains = tokenizer is not None and self._structured.backend != NONE
         # A banned word is tokenised once, not once a prompt.
         self._word_ids = functools.lru_cache(_CACHED_WORDS)(self._tokenise_word)
+
+    @functools.cached_property
+    def _trials(self) -> Trials:
+        """Of grammars. Not needed where texts are free."""
+        from slipstream.grammar.trial import share_trials
+
+        assert self._tokenizer is not None
+        vocab, ends = self._limits.vocab_size, self._end_token_ids
+        return share_trials(self._structured.backend, self._tokenizer, vocab, ends, processes.spawn)
+
+    def begin_trials(self) -> None:
+        """What takes a second or two of the first grammar; see Trials.begin."""
+        if self._constrains:
+            self._trials.begin()
+
+    def close(self) -> None:
+        """End the process that tries grammars, unless others have it too."""
+        vars(self).pop("_trials", None)
 
     def prepare(self, prompt: Prompt, params: SamplingParams, priority: int = 0) -> PreparedRequest:
         """Raises BadRequest that names the field, its value and the limit. Waits until a grammar is compiled,
@@ -133,10 +147,10 @@ class InputProcessor:
         asked = params.structured_outputs
         if asked is None:
             return ""
-        if self._compiler is None:
+        if not self._constrains:
             needs = "a tokenizer" if self._tokenizer is None else "llguidance"
             raise asked.wrong(f"needs {needs}: the engine runs without")
-        grammar, legal = self._compiler.check(asked, self._structured)
+        grammar, legal = self._trials.check(asked, self._structured)
         legal[[word[0] for word in banned if len(word) == 1]] = False
         allowed = params.allowed_token_ids
         if not (legal if allowed is None else legal[list(allowed)]).any():

@@ -152,6 +152,7 @@ class LLM:
 
     def close(self) -> None:
         """End the engine and free its memory; otherwise done when the LLM is no longer used."""
+        self._inputs.close()
         self._close()
 
 

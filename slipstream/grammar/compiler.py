@@ -1,7 +1,5 @@
-"""Compiles grammars, off the threads that serve: a pool of a few workers, and the grammars compiled last.
-
-The front end compiles to find out whether a request can be served; the engine, to serve it.
-"""
+"""Compiles an engine's grammars, off the threads that serve: a pool of a few workers, and the grammars
+compiled last. What comes here has been tried (trial.py)."""
 
 from __future__ import annotations
 
@@ -9,23 +7,15 @@ import os
 import threading
 from collections import OrderedDict
 from collections.abc import Callable, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import ThreadPoolExecutor
 
-import numpy as np
-
-from slipstream.config.structured_outputs import FLAG, XGRAMMAR, StructuredOutputsConfig
-from slipstream.contracts.errors import BadRequest, QueueTimeoutError
-from slipstream.contracts.structured_outputs import StructuredOutputsParams
-from slipstream.grammar.form import first_line
+from slipstream.config.structured_outputs import XGRAMMAR
 from slipstream.grammar.library import Library, Matcher, Start
 from slipstream.text.tokenizer import Tokenizer
-
-Array = np.ndarray
 
 KEPT_GRAMMARS = 256
 # Of a pool, beside the threads that serve.
 WORKERS = min(4, max(1, (os.cpu_count() or 1) // 2))
-MOST_LEFT = 4  # checks that go on after their time
 
 
 class Compiler:
@@ -44,14 +34,12 @@ class Compiler:
         vocab_size: int,
         end_token_ids: Sequence[int],
     ) -> None:
-        self.num_words = max(2, -(-vocab_size // 32))  # as of the column that masks are written to
+        self.num_words = num_words(vocab_size)
         self._backend, self._open = backend, open_tokenizer
         self._vocab_size, self._ends = vocab_size, tuple(end_token_ids)
         self.pool = ThreadPoolExecutor(WORKERS, thread_name_prefix="grammars")
         self._kept: OrderedDict[str, Start] = OrderedDict()
         self._keeping, self._building = threading.Lock(), threading.Lock()
-        self._turns, self._turning = threading.Semaphore(WORKERS), threading.Lock()
-        self._left: set[Future[tuple[str, Array]]] = set()  # checks that took too long, and go on
         self._made: Library | None = None
         self.pool.submit(self._library)
 
@@ -70,68 +58,10 @@ class Compiler:
                 self._kept.popitem(last=False)
             return start()
 
-    def check(self, params: StructuredOutputsParams, config: StructuredOutputsConfig) -> tuple[str, Array]:
-        """The grammar's text, and which tokens an answer may begin with, bool [vocab_size]. Raises BadRequest
-        for what can't be compiled, allows nothing, or takes longer than it may; QueueTimeoutError where all
-        workers have been busy for so long."""
-        seconds = config.compile_timeout
-        if not self._turns.acquire(timeout=seconds):
-            raise QueueTimeoutError(seconds)
-        found: Future[tuple[str, Array]] = Future()
-
-        def answer() -> None:
-            try:
-                found.set_result(self._check(params, config))
-            except BaseException as error:  # carried to who waits
-                found.set_exception(error)
-            self._end_turn(found)
-
-        # Nothing ends what a library does: a thread that takes too long is left, and ends with the process.
-        threading.Thread(target=answer, name="grammar", daemon=True).start()
-        try:
-            return found.result(seconds)
-        except TimeoutError:
-            self._leave(found)
-            limit = f"takes longer to compile than {seconds:g} s ({FLAG})"
-            raise params.wrong(limit) from None
-
-    def _leave(self, found: Future[tuple[str, Array]]) -> None:
-        """Somebody else has the turn of a check that may never end; so many turns there are to give."""
-        with self._turning:
-            if not found.done() and len(self._left) < MOST_LEFT:
-                self._left.add(found)
-                self._turns.release()
-
-    def _end_turn(self, found: Future[tuple[str, Array]]) -> None:
-        with self._turning:
-            if found in self._left:
-                self._left.remove(found)
-            else:
-                self._turns.release()
-
-    def _check(
-        self, params: StructuredOutputsParams, config: StructuredOutputsConfig
-    ) -> tuple[str, Array]:
-        mask = np.zeros(self.num_words, np.int32)
-        try:
-            text = self._library().text(params, config)
-            self.compile(text).fill(mask)
-        except BadRequest:
-            raise
-        # A user's text in parsers that are not ours: whatever they raise is about that text.
-        except Exception as error:
-            raise params.wrong(first_line(str(error))) from None
-        if not mask.any():
-            raise params.wrong("allows no token")
-        return text, np.unpackbits(mask.view(np.uint8), bitorder="little")[: self._vocab_size] != 0
-
     def _library(self) -> Library:
         with self._building:
             if self._made is None:
-                tokenizer = self._open()
-                ends = dict.fromkeys((*self._ends, *tokenizer.end_token_ids))
-                known = tuple(end for end in ends if end < self._vocab_size)
-                self._made = open_library(self._backend, tokenizer, self._vocab_size, known)
+                self._made = open_library(self._backend, self._open(), self._vocab_size, self._ends)
             return self._made
 
     def close(self) -> None:
@@ -139,9 +69,15 @@ class Compiler:
         self.pool.shutdown(wait=False, cancel_futures=True)
 
 
+def num_words(vocab_size: int) -> int:
+    """Of a mask, as of the column that masks are written to."""
+    return max(2, -(-vocab_size // 32))
+
+
 def open_library(backend: str, tokenizer: Tokenizer, vocab_size: int, ends: Sequence[int]) -> Library:
-    """ends: legal where a grammar may end, and nowhere else. Only the library that is asked for is
-    imported. Raises ValueError for a vocabulary that it cannot read."""
+    """ends: with the tokenizer's own, legal where a grammar may end, and nowhere else. Only the library that
+    is asked for is imported. Raises ValueError for a vocabulary that it cannot read."""
+    ends = [end for end in dict.fromkeys((*ends, *tokenizer.end_token_ids)) if end < vocab_size]
     if backend == XGRAMMAR:
         from slipstream.grammar.xgrammar import XGrammar
 

@@ -85,7 +85,7 @@ def _check(matcher: LLMatcher) -> None:
 
 @functools.lru_cache(2)
 def _vocabulary(tokenizer: str, vocab_size: int, ends: tuple[int, ...]) -> LLTokenizer:
-    """An engine in its front end's process shares it with it."""
+    """Engines of one process share it."""
     return LLTokenizer(tokenizer, n_vocab=vocab_size, eos_token=list(ends) or None)
 
 

@@ -91,7 +91,7 @@ def _said(call: Callable[[], T]) -> T:
 
 @functools.lru_cache(2)
 def _compiler(tokens: tuple[bytes, ...], vocab_size: int, ends: tuple[int, ...]) -> GrammarCompiler:
-    """An engine in its front end's process shares it with it. Workers of ours compile, one grammar each."""
+    """Engines of one process share it. Workers of ours compile, one grammar each."""
     info = TokenizerInfo(list(tokens), VocabType.RAW, vocab_size=vocab_size, stop_token_ids=list(ends))
     return GrammarCompiler(info, max_threads=1, cache_enabled=False)
 

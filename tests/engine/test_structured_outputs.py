@@ -8,7 +8,6 @@ import json
 import os
 import re
 import threading
-from dataclasses import replace
 from functools import cache
 
 import jsonschema
@@ -17,14 +16,12 @@ import pytest
 from harness import make_core, make_request, run
 from schemas import SCHEMAS, bfcl_schemas
 from text_model import BYTE_ZERO, ids_of, make_text_model
-from waiting import wait_for
 
 from slipstream import LLM, SamplingParams, StructuredOutputsParams
-from slipstream.contracts.errors import BadRequest, QueueTimeoutError
+from slipstream.contracts.errors import BadRequest
 from slipstream.contracts.limits import MAX_CHOICES
 from slipstream.contracts.step import Finish
 from slipstream.grammar import guidance
-from slipstream.grammar.compiler import MOST_LEFT, WORKERS
 
 NGRAM = {"method": "ngram", "num_speculative_tokens": 4, "prompt_lookup_min": 1}
 # Random weights would talk on for ever: texts are led to their ends.
@@ -259,28 +256,6 @@ def test_what_cannot_be_a_grammar_is_refused_by_the_field_that_holds_it(llm, con
         say(llm, **constraint)
     assert len(str(refused.value)) < 600
     assert say(llm, regex="ok").text == "ok"
-
-
-def test_a_grammar_that_takes_too_long_is_refused_and_others_are_not(model, monkeypatch):
-    gate, text = threading.Event(), guidance.Guidance.text
-
-    def slow(library, params, config):
-        assert params.regex != "slow" or gate.wait(30)
-        return text(library, params, config)
-
-    monkeypatch.setattr(guidance.Guidance, "text", slow)
-    llm = engine(model, structured_outputs_config={"compile_timeout": 0.2})
-    for _ in range(WORKERS + MOST_LEFT):  # those that never end do not take the workers of others
-        with pytest.raises(BadRequest, match=r"regex='slow': takes longer to compile than 0.2 s"):
-            say(llm, regex="slow")
-    with pytest.raises(QueueTimeoutError):
-        say(llm, regex="fast")
-    gate.set()
-    compiler = llm._inputs._compiler
-    assert wait_for(lambda: compiler._turns._value == WORKERS and not compiler._left)
-    llm._inputs._structured = replace(llm._inputs._structured, compile_timeout=60.0)
-    assert say(llm, regex="fast").text == "fast"
-    llm.close()
 
 
 PATTERNS = [{"pattern": f"^.*a{number}b.*$"} for number in range(17)]

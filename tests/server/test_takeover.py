@@ -13,6 +13,8 @@ from test_commands import Server
 from text_model import make_text_model
 from waiting import wait_for
 
+from slipstream.engine import engine_process
+
 
 def test_a_stream_outlives_its_engine_and_a_crash_loop_ends_the_server(
     tiny_model: Callable[..., Path],
@@ -25,7 +27,7 @@ def test_a_stream_outlives_its_engine_and_a_crash_loop_ends_the_server(
             return httpx.get(f"{server.url}/health", timeout=30)
 
         def kill_engine() -> None:
-            (engine,) = main.children()
+            (engine,) = (each for each in main.children() if engine_process.__name__ in each.cmdline())
             engine.send_signal(signal.SIGKILL)
 
         with OpenAI(base_url=f"{server.url}/v1", api_key="one", max_retries=0, timeout=60) as client:

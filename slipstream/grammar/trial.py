@@ -1,0 +1,306 @@
+"""Tries a request's grammar out in a process that ends with its time and its memory.
+
+What compiles grammars is not ours: a text of three kilobytes may keep it busy for ever, or take all the
+memory there is, and no thread can be ended. So a front end has a process beside it (python -m
+slipstream.grammar.trial) which reads the vocabulary once and makes a copy of itself, by fork(2), for each
+grammar. The kernel ends a copy that takes longer or more than it may.
+
+Messages are JSON with their length before it. A copy answers on a pipe of its own: a line of JSON, then the
+mask of an answer's first token.
+"""
+
+from __future__ import annotations
+
+import gc
+import json
+import os
+import resource
+import select
+import signal
+import socket
+import subprocess
+import sys
+import threading
+import time
+import weakref
+from collections import OrderedDict
+from collections.abc import Sequence
+from dataclasses import asdict
+from pathlib import Path
+from struct import Struct
+from typing import NoReturn, Protocol
+
+import numpy as np
+import tokenizers
+
+from slipstream.config.structured_outputs import FLAG, StructuredOutputsConfig
+from slipstream.contracts.errors import BadRequest, QueueTimeoutError
+from slipstream.contracts.structured_outputs import StructuredOutputsParams
+from slipstream.grammar.compiler import WORKERS, num_words, open_library
+from slipstream.grammar.form import constraint_text, first_line
+from slipstream.grammar.library import Library
+from slipstream.text.tokenizer import Tokenizer
+
+Array = np.ndarray
+
+KEPT_ANSWERS = 256
+# What a copy may take beside what it begins with.
+MOST_BYTES = 1 << 30
+START_SECONDS = 120.0
+# A copy lives so much longer than who waits for it: what it lacked is then known.
+GRACE_SECONDS = 1.0
+TOO_LARGE = f"cannot be compiled within {MOST_BYTES >> 20} MiB of memory"
+_LENGTH, _ASKED = Struct("<Q"), Struct("<Qd")  # of a message; beside a descriptor: of one, and seconds
+_PIECE = 1 << 16
+_sharing = threading.Lock()
+_shared: weakref.WeakValueDictionary[bytes, Trials] = weakref.WeakValueDictionary()
+
+
+class Spawn(Protocol):
+    """Starts a module as a process that inherits descriptors, see engine/processes.py."""
+
+    def __call__(self, module: str, *words: str, filenos: tuple[int, ...]) -> subprocess.Popen[bytes]: ...
+
+
+def share_trials(
+    backend: str, tokenizer: Tokenizer, vocab_size: int, ends: Sequence[int], spawn: Spawn
+) -> Trials:
+    """Those of all front ends here with this vocabulary; see open_library."""
+    setup = json.dumps({
+        "backend": backend, "tokenizer": tokenizer.to_json(), "special_tokens": tokenizer.special_tokens,
+        "vocab_size": vocab_size, "ends": [*ends, *tokenizer.end_token_ids],
+    }).encode()  # fmt: skip
+    with _sharing:
+        found = _shared.get(setup)
+        if found is None:
+            found = _shared[setup] = Trials(setup, vocab_size, spawn)
+        return found
+
+
+class Trials:
+    """One process and what it said last, for any thread. setup: as share_trials makes it."""
+
+    def __init__(self, setup: bytes, vocab_size: int, spawn: Spawn) -> None:
+        self._setup, self._vocab_size, self._spawn = setup, vocab_size, spawn
+        self._kept: OrderedDict[tuple[object, ...], tuple[str, bytes]] = OrderedDict()
+        self._turns = threading.Semaphore(WORKERS)
+        self._keeping, self._talking = threading.Lock(), threading.Lock()
+        self._process: _Process | None = None
+
+    def begin(self) -> None:
+        """Start the process, which takes a second or two. Raises ValueError where it cannot read the
+        vocabulary."""
+        with self._talking:
+            self._running()
+
+    def check(self, params: StructuredOutputsParams, config: StructuredOutputsConfig) -> tuple[str, Array]:
+        """The grammar's text, and which tokens an answer may begin with, bool [vocab_size]. Raises BadRequest
+        for what can't be compiled, allows nothing, or takes longer or more than it may; QueueTimeoutError
+        where as many as may be tried at once have been for so long."""
+        text, mask = self._check(params, config)
+        bits = np.unpackbits(np.frombuffer(mask, np.uint8), bitorder="little")
+        return text, bits[: self._vocab_size] != 0
+
+    def _check(self, params: StructuredOutputsParams, config: StructuredOutputsConfig) -> tuple[str, bytes]:
+        try:
+            text = constraint_text(params)
+            key = (params.kind, text, params.thoughts, config)
+            with self._keeping:
+                known = self._kept.get(key)
+                if known is not None:
+                    self._kept.move_to_end(key)
+                    return known
+            value = params.choice if params.kind == "choice" else True if params.json_object else text
+            asked = json.dumps([{params.kind: value, "thoughts": params.thoughts}, asdict(config)])
+            found = self._try(asked.encode(), config.compile_timeout)
+        except (BadRequest, QueueTimeoutError):
+            raise
+        except TimeoutError:
+            limit = f"takes longer to compile than {config.compile_timeout:g} s ({FLAG})"
+            raise params.wrong(limit) from None
+        # A user's text in parsers that are not ours: whatever they raise is about that text.
+        except Exception as error:
+            raise params.wrong(first_line(str(error))) from None
+        with self._keeping:
+            self._kept[key] = found
+            if len(self._kept) > KEPT_ANSWERS:
+                self._kept.popitem(last=False)
+        return found
+
+    def _try(self, asked: bytes, seconds: float) -> tuple[str, bytes]:
+        """Raises ValueError with what is wrong, TimeoutError, QueueTimeoutError."""
+        if not self._turns.acquire(timeout=seconds):
+            raise QueueTimeoutError(seconds)
+        try:
+            for _ in range(2):  # once more where the process itself has gone
+                with self._talking:
+                    process = self._running()
+                answer = process.ask(asked, seconds)
+                if answer or process.runs:
+                    break
+        finally:
+            self._turns.release()
+        if not answer:
+            raise ValueError(TOO_LARGE)
+        head, _, mask = answer.partition(b"\n")
+        told = json.loads(head)
+        if told["wrong"]:
+            raise ValueError(told["wrong"])
+        return told["text"], mask
+
+    def _running(self) -> _Process:
+        if self._process is None or not self._process.runs:
+            self._process = _Process(self._setup, self._spawn)
+        return self._process
+
+
+class _Process:
+    """The parent's side of one. It ends when nobody refers to it any more."""
+
+    def __init__(self, setup: bytes, spawn: Spawn) -> None:
+        """Returns when it has read the vocabulary. Raises ValueError where it can't."""
+        self._channel, theirs = socket.socketpair()
+        self._sending = threading.Lock()
+        with theirs:
+            self._popen = spawn(__name__, filenos=(theirs.fileno(),))
+        self._end = weakref.finalize(self, _end, self._channel, self._popen)
+        self._channel.settimeout(START_SECONDS)
+        try:
+            self._channel.sendall(_LENGTH.pack(len(setup)) + setup)
+            ready = _receive(self._channel)
+        except OSError:
+            ready = None
+        wrong = "the process that tries grammars did not start" if ready is None else json.loads(ready)
+        if wrong:
+            self._end()
+            raise ValueError(wrong)
+
+    @property
+    def runs(self) -> bool:
+        return self._popen.poll() is None
+
+    def ask(self, asked: bytes, seconds: float) -> bytes:
+        """The answer; empty where there is none. Raises TimeoutError."""
+        reading, writing = os.pipe()
+        with open(reading, "rb", buffering=0):
+            try:
+                with self._sending:
+                    socket.send_fds(self._channel, [_ASKED.pack(len(asked), seconds)], [writing])
+                    self._channel.sendall(asked)
+            except OSError:  # it has gone, or half of a message has
+                self._end()
+                return b""
+            finally:
+                os.close(writing)
+            return _read(reading, seconds)
+
+
+def _end(channel: socket.socket, popen: subprocess.Popen[bytes]) -> None:
+    """It ends by itself when the channel closes; killed, it ends at once. Copies end with their time."""
+    channel.close()
+    popen.kill()
+    popen.wait()
+
+
+def _read(fileno: int, seconds: float) -> bytes:
+    """All that comes until the other end closes. Raises TimeoutError where that takes so long."""
+    deadline, data = time.monotonic() + seconds, bytearray()
+    poll = select.poll()
+    poll.register(fileno, select.POLLIN)
+    while poll.poll(1000 * max(deadline - time.monotonic(), 0.0)):
+        piece = os.read(fileno, _PIECE)
+        if not piece:
+            return bytes(data)
+        data += piece
+    raise TimeoutError
+
+
+def _receive(channel: socket.socket, length: int | None = None) -> bytes | None:
+    """So many bytes, or a message; None where the other end has closed."""
+    if length is None:
+        head = _receive(channel, _LENGTH.size)
+        return None if head is None else _receive(channel, *_LENGTH.unpack(head))
+    data = bytearray()
+    while len(data) < length:
+        piece = channel.recv(min(length - len(data), _PIECE))
+        if not piece:
+            return None
+        data += piece
+    return bytes(data)
+
+
+def main() -> None:
+    """The process: reads the vocabulary, says so, and lets a copy answer whatever comes."""
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # its parent's to answer
+    signal.signal(signal.SIGCHLD, signal.SIG_IGN)  # nobody asks how copies ended
+    signal.signal(signal.SIGALRM, signal.SIG_DFL)  # which ends them
+    with socket.socket(fileno=int(sys.argv[1])) as channel:
+        setup = _receive(channel)
+        if setup is None:
+            return
+        library, wrong = _open(**json.loads(setup))
+        told = json.dumps(wrong).encode()
+        channel.sendall(_LENGTH.pack(len(told)) + told)
+        gc.freeze()
+        while library is not None:
+            head, filenos, _, _ = socket.recv_fds(channel, _ASKED.size, 1)
+            if not head:
+                return
+            length, seconds = _ASKED.unpack(head)
+            asked = _receive(channel, length)
+            if asked is None:
+                return
+            if os.fork() == 0:
+                channel.close()
+                _answer(library, asked, filenos[0], seconds)
+            os.close(filenos[0])
+
+
+def _open(
+    backend: str, tokenizer: str, special_tokens: dict[str, str], vocab_size: int, ends: list[int]
+) -> tuple[tuple[Library, int] | None, str]:
+    """The library and its words of a mask, or why there is none."""
+    try:
+        vocabulary = Tokenizer(tokenizers.Tokenizer.from_str(tokenizer), special_tokens, None, ends)
+        return (open_library(backend, vocabulary, vocab_size, ends), num_words(vocab_size)), ""
+    except Exception as error:  # carried to who waits
+        return None, first_line(str(error))
+
+
+def _answer(library: tuple[Library, int], asked: bytes, fileno: int, seconds: float) -> NoReturn:
+    """What a copy does, which ends."""
+    signal.setitimer(signal.ITIMER_REAL, seconds + GRACE_SECONDS)
+    pages = int(Path("/proc/self/statm").read_text().split()[0])
+    most = pages * resource.getpagesize() + MOST_BYTES
+    resource.setrlimit(resource.RLIMIT_AS, (most, most))
+    resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
+    os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stderr.fileno())  # last words of who lacks memory
+    try:
+        answer = memoryview(_try(*library, asked))
+        while answer:
+            answer = answer[os.write(fileno, answer) :]
+    finally:
+        os._exit(0)
+
+
+def _try(library: Library, words: int, asked: bytes) -> bytes:
+    """Raises MemoryError."""
+    fields, config = json.loads(asked)
+    mask, text, wrong = np.zeros(words, np.int32), "", ""
+    try:
+        text = library.text(StructuredOutputsParams(**fields), StructuredOutputsConfig(**config))
+        library.compile(text)().fill(mask)
+        if not mask.any():
+            wrong = "allows no token"
+    except MemoryError:
+        raise
+    except BadRequest as error:
+        wrong = error.limit
+    # A user's text in parsers that are not ours: whatever they raise is about that text.
+    except Exception as error:
+        wrong = first_line(str(error))
+    return json.dumps({"text": text, "wrong": wrong}).encode() + b"\n" + mask.tobytes()
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,41 @@
+"""A process that tries grammars, whose library does what a regex says, for tests: python -m faulty_trial."""
+
+from __future__ import annotations
+
+import os
+import sys
+import time
+from typing import Any
+
+from slipstream.grammar import trial
+
+
+class Library:
+    def text(self, params: Any, config: Any) -> str:
+        return str(params.regex)
+
+    def compile(self, text: str) -> Any:
+        match text.split():
+            case ["slow", seconds]:
+                time.sleep(float(seconds))
+            case ["hungry"]:
+                bytearray(2 * trial.MOST_BYTES)
+            case ["hungrier"]:  # in a language that ends where it finds no memory
+                os.abort()
+            case ["wrong"]:
+                raise ValueError("is wrong")
+        return lambda: self
+
+    def fill(self, mask: Any) -> None:
+        mask[0] = 5
+
+
+def open_library(backend: str, *_: Any) -> Library:
+    if backend == "bad":
+        raise ValueError("this vocabulary is none")
+    return Library()
+
+
+if __name__ == "__main__":
+    trial.open_library = open_library
+    sys.exit(trial.main())
