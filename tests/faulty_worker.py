@@ -80,7 +80,8 @@ def starving(runner: Any) -> None:
 
 
 def hold(runner: Any) -> None:
-    """A worker that waited for a result before it took the next plan would wait for ever."""
+    """A worker that waited for a result before it took the next plan would wait for ever. For a CPU: what a
+    CUDA stream is given runs at once."""
     step, came = runner.step, defaultdict[int, threading.Event](threading.Event)
 
     def held(plan: Any) -> Any:
