@@ -30,12 +30,33 @@ class Library:
         mask[0] = 5
 
 
+def try_out(library: Library, words: int, asked: bytes) -> bytes:
+    """Of one, half an answer with the length of a whole one."""
+    answer = whole(library, words, asked)
+    return Half(answer) if b"broken off" in asked else answer
+
+
+class Half(bytes):
+    """Says that it is longer than it is."""
+
+    def __len__(self) -> int:
+        return 1000 + super().__len__()
+
+    def __radd__(self, before: bytes) -> bytes:
+        return before + bytes(self[:])
+
+
 def open_library(backend: str, *_: Any) -> Library:
     if backend == "bad":
         raise ValueError("this vocabulary is none")
+    if backend == "ends":
+        os._exit(1)
     return Library()
 
 
+whole = trial._try
+
+
 if __name__ == "__main__":
-    trial.open_library = open_library
+    trial.open_library, trial._try = open_library, try_out
     sys.exit(trial.main())

@@ -4,7 +4,9 @@ checked against the table of limits."""
 from __future__ import annotations
 
 import functools
+import logging
 import random
+import threading
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, NotRequired, TypedDict
@@ -12,8 +14,8 @@ from typing import TYPE_CHECKING, Any, NotRequired, TypedDict
 import numpy as np
 
 from slipstream.config.args import EngineArgs
-from slipstream.config.structured_outputs import NONE, config_of
-from slipstream.contracts.errors import BadRequest
+from slipstream.config.structured_outputs import DECISION, NONE, config_of
+from slipstream.contracts.errors import BadRequest, EngineDeadError, EngineError
 from slipstream.contracts.limits import MAX_END_TOKEN_IDS, check_request, check_text
 from slipstream.contracts.sampling_params import SamplingParams
 from slipstream.engine import processes
@@ -22,6 +24,8 @@ from slipstream.text.tokenizer import Tokenizer, load_tokenizer
 
 if TYPE_CHECKING:
     from slipstream.grammar.trial import Trials
+
+log = logging.getLogger("slipstream.engine")
 
 Array = np.ndarray
 _CACHED_WORDS = 4096
@@ -75,27 +79,38 @@ class InputProcessor:
         self._by_priority = info.plan.get("scheduling_policy", {}).get("value") == "priority"
         self._random = random.Random(seed)
         self._structured = config_of(info.plan)
+        self._opening, self._closed = threading.Lock(), False
+        self._trials: Trials | None = None
         self._constrains = tokenizer is not None and self._structured.backend != NONE
         # A banned word is tokenised once, not once a prompt.
         self._word_ids = functools.lru_cache(_CACHED_WORDS)(self._tokenise_word)
 
-    @functools.cached_property
-    def _trials(self) -> Trials:
-        """Of grammars. Not needed where texts are free."""
+    def _tried(self) -> Trials:
+        """What tries grammars. Not needed where texts are free."""
         from slipstream.grammar.trial import share_trials
 
         assert self._tokenizer is not None
-        vocab, ends = self._limits.vocab_size, self._end_token_ids
-        return share_trials(self._structured.backend, self._tokenizer, vocab, ends, processes.spawn)
+        with self._opening:
+            if self._closed:
+                raise EngineDeadError("the engine was shut down")
+            if self._trials is None:
+                vocab, ends, backend = self._limits.vocab_size, self._end_token_ids, self._structured.backend
+                self._trials = share_trials(backend, self._tokenizer, vocab, ends, processes.spawn)
+            return self._trials
 
     def begin_trials(self) -> None:
         """What takes a second or two of the first grammar; see Trials.begin."""
-        if self._constrains:
-            self._trials.begin()
+        if not self._constrains:
+            return
+        try:
+            self._tried().begin()
+        except (ValueError, EngineError) as error:
+            log.warning("%s: %s", DECISION, error)
 
     def close(self) -> None:
         """End the process that tries grammars, unless others have it too."""
-        vars(self).pop("_trials", None)
+        with self._opening:
+            self._closed, self._trials = True, None
 
     def prepare(self, prompt: Prompt, params: SamplingParams, priority: int = 0) -> PreparedRequest:
         """Raises BadRequest that names the field, its value and the limit. Waits until a grammar is compiled,
@@ -150,7 +165,7 @@ class InputProcessor:
         if not self._constrains:
             needs = "a tokenizer" if self._tokenizer is None else "llguidance"
             raise asked.wrong(f"needs {needs}: the engine runs without")
-        grammar, legal = self._trials.check(asked, self._structured)
+        grammar, legal = self._tried().check(asked, self._structured)
         legal[[word[0] for word in banned if len(word) == 1]] = False
         allowed = params.allowed_token_ids
         if not (legal if allowed is None else legal[list(allowed)]).any():

@@ -52,7 +52,7 @@ class LLM:
         self._outputs = OutputProcessor(self._tokenizer)
         self._num_requests = 0
         self.on_step: Callable[[int], None] = _ignore
-        self._close = weakref.finalize(self, self._client.close)
+        self._close = weakref.finalize(self, _close, self._inputs, self._client)
 
     def generate(
         self,
@@ -152,8 +152,12 @@ class LLM:
 
     def close(self) -> None:
         """End the engine and free its memory; otherwise done when the LLM is no longer used."""
-        self._inputs.close()
         self._close()
+
+
+def _close(inputs: InputProcessor, client: EngineClient) -> None:
+    inputs.close()
+    client.close()
 
 
 def _open_engine(args: EngineArgs) -> EngineClient:

@@ -5,12 +5,13 @@ memory there is, and no thread can be ended. So a front end has a process beside
 slipstream.grammar.trial) which reads the vocabulary once and makes a copy of itself, by fork(2), for each
 grammar. The kernel ends a copy that takes longer or more than it may.
 
-Messages are JSON with their length before it. A copy answers on a pipe of its own: a line of JSON, then the
-mask of an answer's first token.
+Messages are JSON with their length before it. A copy answers on a pipe of its own: its process id, a length,
+a line of JSON, then the mask of an answer's first token.
 """
 
 from __future__ import annotations
 
+import contextlib
 import gc
 import json
 import os
@@ -34,7 +35,7 @@ import numpy as np
 import tokenizers
 
 from slipstream.config.structured_outputs import FLAG, StructuredOutputsConfig
-from slipstream.contracts.errors import BadRequest, QueueTimeoutError
+from slipstream.contracts.errors import BadRequest, EngineError, QueueTimeoutError
 from slipstream.contracts.structured_outputs import StructuredOutputsParams
 from slipstream.grammar.compiler import WORKERS, num_words, open_library
 from slipstream.grammar.form import constraint_text, first_line
@@ -47,10 +48,12 @@ KEPT_ANSWERS = 256
 # What a copy may take beside what it begins with.
 MOST_BYTES = 1 << 30
 START_SECONDS = 120.0
-# A copy lives so much longer than who waits for it: what it lacked is then known.
+STUCK_SECONDS = 30.0  # without taking a message, or beginning with it
+# A copy lives so much longer than who waits for it, and kills it: what it lacked is then known.
 GRACE_SECONDS = 1.0
 TOO_LARGE = f"cannot be compiled within {MOST_BYTES >> 20} MiB of memory"
-_LENGTH, _ASKED = Struct("<Q"), Struct("<Qd")  # of a message; beside a descriptor: of one, and seconds
+# A message's length; that and seconds, beside a descriptor; a copy's process id.
+_LENGTH, _ASKED, _PID = Struct("<Q"), Struct("<Qd"), Struct("<i")
 _PIECE = 1 << 16
 _sharing = threading.Lock()
 _shared: weakref.WeakValueDictionary[bytes, Trials] = weakref.WeakValueDictionary()
@@ -82,16 +85,19 @@ class Trials:
 
     def __init__(self, setup: bytes, vocab_size: int, spawn: Spawn) -> None:
         self._setup, self._vocab_size, self._spawn = setup, vocab_size, spawn
-        self._kept: OrderedDict[tuple[object, ...], tuple[str, bytes]] = OrderedDict()
+        self._kept: OrderedDict[bytes, tuple[str, bytes]] = OrderedDict()
         self._turns = threading.Semaphore(WORKERS)
         self._keeping, self._talking = threading.Lock(), threading.Lock()
         self._process: _Process | None = None
 
     def begin(self) -> None:
         """Start the process, which takes a second or two. Raises ValueError where it cannot read the
-        vocabulary."""
-        with self._talking:
-            self._running()
+        vocabulary, EngineError where it does not start."""
+        try:
+            with self._talking:
+                self._running()
+        except _Gone as error:
+            raise EngineError(f"grammars cannot be tried: {error}") from None
 
     def check(self, params: StructuredOutputsParams, config: StructuredOutputsConfig) -> tuple[str, Array]:
         """The grammar's text, and which tokens an answer may begin with, bool [vocab_size]. Raises BadRequest
@@ -102,67 +108,84 @@ class Trials:
         return text, bits[: self._vocab_size] != 0
 
     def _check(self, params: StructuredOutputsParams, config: StructuredOutputsConfig) -> tuple[str, bytes]:
+        # A user's text in parsers that are not ours: whatever they raise is about that text.
         try:
             text = constraint_text(params)
-            key = (params.kind, text, params.thoughts, config)
-            with self._keeping:
-                known = self._kept.get(key)
-                if known is not None:
-                    self._kept.move_to_end(key)
-                    return known
             value = params.choice if params.kind == "choice" else True if params.json_object else text
-            asked = json.dumps([{params.kind: value, "thoughts": params.thoughts}, asdict(config)])
-            found = self._try(asked.encode(), config.compile_timeout)
-        except (BadRequest, QueueTimeoutError):
+            asked = json.dumps([{params.kind: value, "thoughts": params.thoughts}, asdict(config)]).encode()
+        except BadRequest:
             raise
-        except TimeoutError:
-            limit = f"takes longer to compile than {config.compile_timeout:g} s ({FLAG})"
-            raise params.wrong(limit) from None
-        # A user's text in parsers that are not ours: whatever they raise is about that text.
         except Exception as error:
             raise params.wrong(first_line(str(error))) from None
         with self._keeping:
-            self._kept[key] = found
+            known = self._kept.get(asked)
+            if known is not None:
+                self._kept.move_to_end(asked)
+                return known
+        try:
+            found = self._try(asked, config.compile_timeout)
+        except TimeoutError:
+            limit = f"takes longer to compile than {config.compile_timeout:g} s ({FLAG})"
+            raise params.wrong(limit) from None
+        except MemoryError:
+            raise params.wrong(TOO_LARGE) from None
+        except ValueError as error:
+            raise params.wrong(str(error)) from None
+        with self._keeping:
+            self._kept[asked] = found
             if len(self._kept) > KEPT_ANSWERS:
                 self._kept.popitem(last=False)
         return found
 
     def _try(self, asked: bytes, seconds: float) -> tuple[str, bytes]:
-        """Raises ValueError with what is wrong, TimeoutError, QueueTimeoutError."""
+        """Raises ValueError with what is wrong, MemoryError, TimeoutError, QueueTimeoutError, and EngineError
+        for what is no fault of the grammar."""
         if not self._turns.acquire(timeout=seconds):
             raise QueueTimeoutError(seconds)
         try:
-            for _ in range(2):  # once more where the process itself has gone
-                with self._talking:
-                    process = self._running()
-                answer = process.ask(asked, seconds)
-                if answer or process.runs:
-                    break
+            answer = self._ask(asked, seconds)
+        except _Gone:  # once more: another process takes its place
+            try:
+                answer = self._ask(asked, seconds)
+            except _Gone as error:
+                raise EngineError(f"grammars cannot be tried: {error}") from None
         finally:
             self._turns.release()
-        if not answer:
-            raise ValueError(TOO_LARGE)
         head, _, mask = answer.partition(b"\n")
         told = json.loads(head)
         if told["wrong"]:
             raise ValueError(told["wrong"])
         return told["text"], mask
 
+    def _ask(self, asked: bytes, seconds: float) -> bytes:
+        with self._talking:
+            process = self._running()
+        return process.ask(asked, seconds)
+
     def _running(self) -> _Process:
-        if self._process is None or not self._process.runs:
+        if self._process is None or self._process.gone:
+            self._process = None  # whose end need not wait for the next one's start
             self._process = _Process(self._setup, self._spawn)
         return self._process
 
 
+class _Gone(Exception):
+    """The process that should answer cannot any more."""
+
+
 class _Process:
-    """The parent's side of one. It ends when nobody refers to it any more."""
+    """The parent's side of one. It ends when nobody refers to it any more. gone: no answers will come."""
 
     def __init__(self, setup: bytes, spawn: Spawn) -> None:
-        """Returns when it has read the vocabulary. Raises ValueError where it can't."""
-        self._channel, theirs = socket.socketpair()
+        """Returns when it has read the vocabulary. Raises ValueError where it can't, _Gone."""
+        self.gone = False
         self._sending = threading.Lock()
-        with theirs:
-            self._popen = spawn(__name__, filenos=(theirs.fileno(),))
+        try:
+            self._channel, theirs = socket.socketpair()
+            with theirs:
+                self._popen = spawn(__name__, filenos=(theirs.fileno(),))
+        except OSError as error:
+            raise _Gone(str(error)) from None
         self._end = weakref.finalize(self, _end, self._channel, self._popen)
         self._channel.settimeout(START_SECONDS)
         try:
@@ -170,29 +193,60 @@ class _Process:
             ready = _receive(self._channel)
         except OSError:
             ready = None
-        wrong = "the process that tries grammars did not start" if ready is None else json.loads(ready)
-        if wrong:
+        if ready is None:
+            self._end()
+            raise _Gone("the process that does it did not start")
+        if wrong := json.loads(ready):
             self._end()
             raise ValueError(wrong)
 
-    @property
-    def runs(self) -> bool:
-        return self._popen.poll() is None
-
     def ask(self, asked: bytes, seconds: float) -> bytes:
-        """The answer; empty where there is none. Raises TimeoutError."""
-        reading, writing = os.pipe()
+        """The answer. Raises _Gone, TimeoutError, and MemoryError where the copy has ended without one."""
+        try:
+            reading, writing = os.pipe()
+        except OSError as error:
+            raise _Gone(str(error)) from None
         with open(reading, "rb", buffering=0):
+            self._send(asked, seconds, writing)
             try:
-                with self._sending:
-                    socket.send_fds(self._channel, [_ASKED.pack(len(asked), seconds)], [writing])
-                    self._channel.sendall(asked)
-            except OSError:  # it has gone, or half of a message has
-                self._end()
-                return b""
-            finally:
-                os.close(writing)
-            return _read(reading, seconds)
+                begun = _read(reading, _PID.size, time.monotonic() + STUCK_SECONDS)
+            except TimeoutError:
+                begun = None
+            if begun is None:
+                self._give_up()
+                raise _Gone("the process that does it has gone")
+            deadline = time.monotonic() + seconds
+            try:
+                head = _read(reading, _LENGTH.size, deadline)
+                answer = head and _read(reading, _LENGTH.unpack(head)[0], deadline)
+            except TimeoutError:
+                with contextlib.suppress(ProcessLookupError):
+                    os.kill(_PID.unpack(begun)[0], signal.SIGKILL)
+                raise
+        if not answer:
+            raise MemoryError
+        return answer
+
+    def _send(self, asked: bytes, seconds: float, writing: int) -> None:
+        """writing: the pipe's end for the answer, which is closed here."""
+        try:
+            with self._sending:
+                self._channel.settimeout(STUCK_SECONDS)
+                socket.send_fds(self._channel, [_ASKED.pack(len(asked), seconds)], [writing])
+                self._channel.sendall(asked)
+        except OSError as error:
+            self._give_up()
+            raise _Gone(str(error)) from None
+        except BaseException:  # half of a message may have gone
+            self._give_up()
+            raise
+        finally:
+            os.close(writing)
+
+    def _give_up(self) -> None:
+        """Others that wait for it see it end. Its channel is closed when nobody has it any more."""
+        self.gone = True
+        self._popen.kill()
 
 
 def _end(channel: socket.socket, popen: subprocess.Popen[bytes]) -> None:
@@ -202,17 +256,21 @@ def _end(channel: socket.socket, popen: subprocess.Popen[bytes]) -> None:
     popen.wait()
 
 
-def _read(fileno: int, seconds: float) -> bytes:
-    """All that comes until the other end closes. Raises TimeoutError where that takes so long."""
-    deadline, data = time.monotonic() + seconds, bytearray()
+def _read(fileno: int, size: int, deadline: float) -> bytes | None:
+    """So many bytes; None where the other end closes before. Raises TimeoutError."""
+    data = bytearray()
     poll = select.poll()
     poll.register(fileno, select.POLLIN)
-    while poll.poll(1000 * max(deadline - time.monotonic(), 0.0)):
-        piece = os.read(fileno, _PIECE)
+    while len(data) < size:
+        if not poll.poll(1000 * max(deadline - time.monotonic(), 0.0)):
+            raise TimeoutError
+        piece = os.read(fileno, min(size - len(data), _PIECE))
         if not piece:
-            return bytes(data)
+            if time.monotonic() >= deadline:  # its own clock ended it
+                raise TimeoutError
+            return None
         data += piece
-    raise TimeoutError
+    return bytes(data)
 
 
 def _receive(channel: socket.socket, length: int | None = None) -> bytes | None:
@@ -231,10 +289,13 @@ def _receive(channel: socket.socket, length: int | None = None) -> bytes | None:
 
 def main() -> None:
     """The process: reads the vocabulary, says so, and lets a copy answer whatever comes."""
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # its parent's to answer
+    for number in (signal.SIGINT, signal.SIGTERM):  # its parent's to answer, whose end is its own
+        signal.signal(number, signal.SIG_IGN)
     signal.signal(signal.SIGCHLD, signal.SIG_IGN)  # nobody asks how copies ended
     signal.signal(signal.SIGALRM, signal.SIG_DFL)  # which ends them
-    with socket.socket(fileno=int(sys.argv[1])) as channel:
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, [signal.SIGALRM])
+    channel = socket.socket(fileno=int(sys.argv[1]))
+    with contextlib.suppress(ConnectionError), channel:  # its parent may end at any time
         setup = _receive(channel)
         if setup is None:
             return
@@ -268,19 +329,26 @@ def _open(
 
 
 def _answer(library: tuple[Library, int], asked: bytes, fileno: int, seconds: float) -> NoReturn:
-    """What a copy does, which ends."""
+    """What a copy does, which ends: it says that it has begun, then the answer."""
     signal.setitimer(signal.ITIMER_REAL, seconds + GRACE_SECONDS)
-    pages = int(Path("/proc/self/statm").read_text().split()[0])
-    most = pages * resource.getpagesize() + MOST_BYTES
-    resource.setrlimit(resource.RLIMIT_AS, (most, most))
-    resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
-    os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stderr.fileno())  # last words of who lacks memory
     try:
-        answer = memoryview(_try(*library, asked))
-        while answer:
-            answer = answer[os.write(fileno, answer) :]
+        _limit_memory()
+        os.dup2(os.open(os.devnull, os.O_WRONLY), 2)  # last words of who lacks memory
+        os.write(fileno, _PID.pack(os.getpid()))
+        answer = _try(*library, asked)
+        left = memoryview(_LENGTH.pack(len(answer)) + answer)
+        while left:
+            left = left[os.write(fileno, left) :]
     finally:
         os._exit(0)
+
+
+def _limit_memory() -> None:
+    pages = int(Path("/proc/self/statm").read_text().split()[0])
+    most = pages * resource.getpagesize() + MOST_BYTES
+    _, hard = resource.getrlimit(resource.RLIMIT_AS)
+    resource.setrlimit(resource.RLIMIT_AS, (min(most, hard) if hard >= 0 else most, hard))
+    resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
 
 
 def _try(library: Library, words: int, asked: bytes) -> bytes:

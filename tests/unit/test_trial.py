@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
 import gc
 import os
 import signal
+import socket
 import threading
 from collections.abc import Callable
 from typing import Any
@@ -17,7 +19,7 @@ from text_model import write_tokenizer
 from waiting import wait_for
 
 from slipstream.config.structured_outputs import StructuredOutputsConfig
-from slipstream.contracts.errors import BadRequest, QueueTimeoutError
+from slipstream.contracts.errors import BadRequest, EngineError, QueueTimeoutError
 from slipstream.contracts.sampling_params import SamplingParams
 from slipstream.contracts.structured_outputs import StructuredOutputsParams
 from slipstream.engine.client import EngineInfo
@@ -82,6 +84,49 @@ def test_who_gets_no_turn_in_time_is_told_so(trials) -> None:
     for thread in busy:
         thread.join()
     assert check(one, "late", 0.5)[0] == "late"
+
+
+def test_no_right_grammar_is_refused_while_processes_die(trials) -> None:
+    one, done = trials(), threading.Event()
+    check(one, "fine")
+
+    def kill() -> None:
+        while not done.wait(0.3):
+            one._process._popen.kill()
+
+    killer = threading.Thread(target=kill)
+    killer.start()
+    try:
+        for number in range(100):
+            with contextlib.suppress(EngineError):  # two deaths in a row
+                assert check(one, f"fine {number}")[0] == f"fine {number}"
+    finally:
+        done.set()
+        killer.join()
+
+
+def test_an_interrupt_in_the_middle_of_a_message_harms_no_later_one(trials, monkeypatch) -> None:
+    one = trials()
+    check(one, "fine")
+    sendall = socket.socket.sendall
+
+    def half(channel: socket.socket, data: bytes) -> None:
+        sendall(channel, data[: len(data) // 2])
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
+        patch.setattr(socket.socket, "sendall", half)
+        check(one, "never")
+    for number in range(5):
+        assert check(one, f"fine {number}")[0] == f"fine {number}"
+
+
+def test_an_answer_that_breaks_off_is_none(trials) -> None:
+    one = trials()
+    with pytest.raises(BadRequest, match=f"regex='broken off': {TOO_LARGE}"):
+        check(one, "broken off")
+    with pytest.raises(EngineError, match="grammars cannot be tried"):
+        check(trials("ends"), "fine")
 
 
 def test_another_process_takes_the_place_of_one_that_is_gone(trials) -> None:
