@@ -35,6 +35,11 @@ def mask_places(drafts: int) -> int:
     return 1 + min(drafts, 4)
 
 
+def mask_words(vocab_size: int) -> int:
+    """Words of a mask, of which token t is bit t % 32 of word t // 32. A column of one would be a scalar."""
+    return max(2, -(-vocab_size // 32))
+
+
 def draft_limits(most: int) -> tuple[int, ...]:
     """Drafts of a lane that steps are made for, ascending from 0 to the most there may be."""
     return (*(limit for limit in (0, 1, 2, 4, 8, 16) if limit < most), most)

@@ -5,12 +5,13 @@ from __future__ import annotations
 
 import os
 import threading
-from collections import OrderedDict
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 
 from slipstream.config.structured_outputs import XGRAMMAR
+from slipstream.contracts.step import mask_words
 from slipstream.grammar.library import Library, Matcher, Start
+from slipstream.grammar.recent import Recent
 from slipstream.text.tokenizer import Tokenizer
 
 KEPT_GRAMMARS = 256
@@ -34,28 +35,23 @@ class Compiler:
         vocab_size: int,
         end_token_ids: Sequence[int],
     ) -> None:
-        self.num_words = num_words(vocab_size)
+        self.num_words = mask_words(vocab_size)
         self._backend, self._open = backend, open_tokenizer
         self._vocab_size, self._ends = vocab_size, tuple(end_token_ids)
         self.pool = ThreadPoolExecutor(WORKERS, thread_name_prefix="grammars")
-        self._kept: OrderedDict[str, Start] = OrderedDict()
-        self._keeping, self._building = threading.Lock(), threading.Lock()
+        self._kept: Recent[str, Start] = Recent(KEPT_GRAMMARS)
+        self._starting, self._building = threading.Lock(), threading.Lock()
         self._made: Library | None = None
         self.pool.submit(self._library)
 
     def compile(self, grammar: str) -> Matcher:
         """A matcher at the start of a grammar that the library's text() made. Raises ValueError with what is
         wrong."""
-        with self._keeping:
-            known = self._kept.get(grammar)
-            if known is not None:
-                self._kept.move_to_end(grammar)
-                return known()
-        start = self._library().compile(grammar)
-        with self._keeping:
-            self._kept[grammar] = start
-            if len(self._kept) > KEPT_GRAMMARS:
-                self._kept.popitem(last=False)
+        start = self._kept.get(grammar)
+        if start is None:
+            start = self._library().compile(grammar)
+            self._kept.put(grammar, start)
+        with self._starting:
             return start()
 
     def _library(self) -> Library:
@@ -67,11 +63,6 @@ class Compiler:
     def close(self) -> None:
         """Whoever waits for a grammar gets none."""
         self.pool.shutdown(wait=False, cancel_futures=True)
-
-
-def num_words(vocab_size: int) -> int:
-    """Of a mask, as of the column that masks are written to."""
-    return max(2, -(-vocab_size // 32))
 
 
 def open_library(backend: str, tokenizer: Tokenizer, vocab_size: int, ends: Sequence[int]) -> Library:

@@ -24,7 +24,6 @@ import sys
 import threading
 import time
 import weakref
-from collections import OrderedDict
 from collections.abc import Sequence
 from dataclasses import asdict
 from pathlib import Path
@@ -36,10 +35,12 @@ import tokenizers
 
 from slipstream.config.structured_outputs import FLAG, StructuredOutputsConfig
 from slipstream.contracts.errors import BadRequest, EngineError, QueueTimeoutError
+from slipstream.contracts.step import mask_words
 from slipstream.contracts.structured_outputs import StructuredOutputsParams
-from slipstream.grammar.compiler import WORKERS, num_words, open_library
+from slipstream.grammar.compiler import WORKERS, open_library
 from slipstream.grammar.form import constraint_text, first_line
 from slipstream.grammar.library import Library
+from slipstream.grammar.recent import Recent
 from slipstream.text.tokenizer import Tokenizer
 
 Array = np.ndarray
@@ -85,9 +86,9 @@ class Trials:
 
     def __init__(self, setup: bytes, vocab_size: int, spawn: Spawn) -> None:
         self._setup, self._vocab_size, self._spawn = setup, vocab_size, spawn
-        self._kept: OrderedDict[bytes, tuple[str, bytes]] = OrderedDict()
+        self._kept: Recent[bytes, tuple[str, bytes]] = Recent(KEPT_ANSWERS)
         self._turns = threading.Semaphore(WORKERS)
-        self._keeping, self._talking = threading.Lock(), threading.Lock()
+        self._talking = threading.Lock()
         self._process: _Process | None = None
 
     def begin(self) -> None:
@@ -117,11 +118,9 @@ class Trials:
             raise
         except Exception as error:
             raise params.wrong(first_line(str(error))) from None
-        with self._keeping:
-            known = self._kept.get(asked)
-            if known is not None:
-                self._kept.move_to_end(asked)
-                return known
+        known = self._kept.get(asked)
+        if known is not None:
+            return known
         try:
             found = self._try(asked, config.compile_timeout)
         except TimeoutError:
@@ -131,10 +130,7 @@ class Trials:
             raise params.wrong(TOO_LARGE) from None
         except ValueError as error:
             raise params.wrong(str(error)) from None
-        with self._keeping:
-            self._kept[asked] = found
-            if len(self._kept) > KEPT_ANSWERS:
-                self._kept.popitem(last=False)
+        self._kept.put(asked, found)
         return found
 
     def _try(self, asked: bytes, seconds: float) -> tuple[str, bytes]:
@@ -189,7 +185,7 @@ class _Process:
         self._end = weakref.finalize(self, _end, self._channel, self._popen)
         self._channel.settimeout(START_SECONDS)
         try:
-            self._channel.sendall(_LENGTH.pack(len(setup)) + setup)
+            self._channel.sendall(_message(setup))
             ready = _receive(self._channel)
         except OSError:
             ready = None
@@ -273,6 +269,10 @@ def _read(fileno: int, size: int, deadline: float) -> bytes | None:
     return bytes(data)
 
 
+def _message(data: bytes) -> bytes:
+    return _LENGTH.pack(len(data)) + data
+
+
 def _receive(channel: socket.socket, length: int | None = None) -> bytes | None:
     """So many bytes, or a message; None where the other end has closed."""
     if length is None:
@@ -300,8 +300,7 @@ def main() -> None:
         if setup is None:
             return
         library, wrong = _open(**json.loads(setup))
-        told = json.dumps(wrong).encode()
-        channel.sendall(_LENGTH.pack(len(told)) + told)
+        channel.sendall(_message(json.dumps(wrong).encode()))
         gc.freeze()
         while library is not None:
             head, filenos, _, _ = socket.recv_fds(channel, _ASKED.size, 1)
@@ -323,7 +322,7 @@ def _open(
     """The library and its words of a mask, or why there is none."""
     try:
         vocabulary = Tokenizer(tokenizers.Tokenizer.from_str(tokenizer), special_tokens, None, ends)
-        return (open_library(backend, vocabulary, vocab_size, ends), num_words(vocab_size)), ""
+        return (open_library(backend, vocabulary, vocab_size, ends), mask_words(vocab_size)), ""
     except Exception as error:  # carried to who waits
         return None, first_line(str(error))
 
@@ -335,8 +334,7 @@ def _answer(library: tuple[Library, int], asked: bytes, fileno: int, seconds: fl
         _limit_memory()
         os.dup2(os.open(os.devnull, os.O_WRONLY), 2)  # last words of who lacks memory
         os.write(fileno, _PID.pack(os.getpid()))
-        answer = _try(*library, asked)
-        left = memoryview(_LENGTH.pack(len(answer)) + answer)
+        left = memoryview(_message(_try(*library, asked)))
         while left:
             left = left[os.write(fileno, left) :]
     finally:

@@ -10,6 +10,7 @@ from __future__ import annotations
 import torch
 
 from slipstream.contracts.request import EngineRequest
+from slipstream.contracts.step import mask_words
 from slipstream.kernels.edit_rows import MaskPlaces, allow_rows
 from slipstream.kernels.masks import allow_only
 from slipstream.rows.columns import LEGAL, Column, RowWriter
@@ -24,7 +25,7 @@ class StructuredOutputs:
     name = "structured_outputs"
 
     def __init__(self, vocab_size: int, places: int) -> None:
-        words = max(2, -(-vocab_size // 32))  # a column of one word would be a scalar
+        words = mask_words(vocab_size)
         self._places = places
         self.columns: tuple[Column, ...] = (Column(LEGAL, width=places * words, writer="plan"),)
 
