@@ -54,6 +54,7 @@ def launches_of(model: str, kind: str, drafting: dict[str, object] | None) -> li
     plan = dataclasses.replace(
         plan, attention_backend="triton", graph_sizes=(1, 8, 16, 32), token_buckets=(32, 64),
         kv_cache_dtype="fp8" if kind == "float8" else "bfloat16", batch_invariant=kind == "invariant",
+        compile_mode="stock_torch_compile" if kind == "compiled" else "none",
     )
     parts = make_parts(plan, torch.device("cpu"), build_drafter)
     made = make_bucketed(parts)
@@ -61,9 +62,10 @@ def launches_of(model: str, kind: str, drafting: dict[str, object] | None) -> li
     shapes = made.shapes.all()
     with torch.inference_mode():
         launches = precompile.list_launches(lambda: made.tick.launch_each_kind(shapes))
-        whole = precompile.list_launches(lambda: made.tick.graphs.try_all(shapes))
-    # Else a graph's capture would be the first to launch a kernel.
-    assert set(whole) == set(launches), "layers alike launch what others do not"
+        if kind != "compiled":
+            whole = precompile.list_launches(lambda: made.tick.graphs.try_all(shapes))
+            # Else a graph's capture would be the first to launch a kernel.
+            assert set(whole) <= set(launches), "layers alike launch what others do not"
     return launches
 
 

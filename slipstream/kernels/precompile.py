@@ -22,6 +22,9 @@ from importlib import import_module
 from pathlib import Path
 from typing import Any
 
+import torch
+from torch.overrides import TorchFunctionMode
+
 from slipstream.kernels.backend import triton
 from slipstream.kernels.cache import VARIABLE
 
@@ -36,14 +39,28 @@ _listing = False
 
 
 def is_listing() -> bool:
-    """Whether launches are being listed instead of done: other libraries' kernels may not run either then,
-    where they read what ours would have written."""
+    """Whether launches are being listed instead of done: what other compilers launch may not be listed, and
+    libraries whose kernels need more than zeros may not run."""
     return _listing
 
 
+class _Zeros(TorchFunctionMode):
+    """What would be written by kernels reads as zeros, which are valid as tokens, positions and indices."""
+
+    def __torch_function__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        return _FILLED.get(function, function)(*args, **(kwargs or {}))
+
+
+_FILLED = {
+    torch.empty: torch.zeros,
+    torch.empty_like: torch.zeros_like,
+    torch.Tensor.new_empty: torch.Tensor.new_zeros,
+}
+
+
 def list_launches(run: Callable[[], object]) -> list[str]:
-    """What run launches and is not compiled yet, once each. No kernel is launched at all, so nothing in run
-    may depend on a kernel's result, not even on its being a valid index."""
+    """What run launches and is not compiled yet, once each. No kernel of Triton's is launched at all; what
+    else there is in run finds zeros where they would have written."""
     found: dict[str, None] = {}
     function = triton.runtime.jit.JITFunction
     launch, runtime = function.run, triton.knobs.runtime
@@ -61,7 +78,8 @@ def list_launches(run: Callable[[], object]) -> list[str]:
     before, runtime.jit_cache_hook = runtime.jit_cache_hook, note
     function.run, _listing = only_look, True
     try:
-        run()
+        with _Zeros():
+            run()
     finally:
         _listing = False
         function.run, runtime.jit_cache_hook = launch, before

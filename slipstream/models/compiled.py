@@ -16,6 +16,7 @@ from typing import Any
 import torch
 
 from slipstream.attention.protocol import Attend, LayerAttention
+from slipstream.kernels.precompile import is_listing
 from slipstream.models.base import Model
 
 Tensor = torch.Tensor
@@ -62,9 +63,10 @@ class CompiledModel:
             _now.pop()
         return found
 
-    def of_each_kind(self) -> CompiledModel:
-        """All of it: the compiler makes the pass when that first runs."""
-        return self
+    def of_each_kind(self) -> Model:
+        """All of it: the compiler makes the pass when that first runs. Not while launches are listed: what it
+        has made launches kernels that are none of ours."""
+        return self._model.of_each_kind() if is_listing() else self
 
     def logits(self, hidden_NH: Tensor) -> Tensor:
         return self._model.logits(hidden_NH)

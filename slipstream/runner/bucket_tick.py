@@ -130,8 +130,8 @@ class BucketTick:
         hidden_NH = hidden_TH
         if place_N is not None:
             self._hidden_TH[: shape.tokens].copy_(hidden_TH)
-            # The clamp is for trials that compute nothing (kernels/precompile.py).
-            hidden_NH = hidden_TH.index_select(0, place_N.clamp(0, shape.tokens - 1))
+            # In trials that compute nothing lanes end where they begin: at 0 (kernels/precompile.py).
+            hidden_NH = hidden_TH.index_select(0, place_N.clamp(min=0))
         logits_NV = self._model.logits(hidden_NH)
         sampled = self._pipeline.sample_all(logits_NV, samples, shape.stage)
         scores = None

@@ -107,8 +107,7 @@ def build_runner(
     device = torch.device(plan.device)
     stream: Stream = CudaStream(device) if device.type == "cuda" else CpuStream()
     bucketed = plan.attention_backend != "torch"
-    # What torch.compile makes may not run on the unwritten memory of a listing.
-    compiling = Compiling(device, plan.compile_mode == "none") if bucketed else None
+    compiling = Compiling(device) if bucketed else None
     try:
         # All that computes runs on the stream's thread, from the first weight on: see CpuStream.
         parts = cast(Parts, stream.submit(functools.partial(make_parts, plan, device, drafter_of)).wait())

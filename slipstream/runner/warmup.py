@@ -30,20 +30,18 @@ TRIAL_BLOCKS = 2
 
 class Compiling:
     """Kernels that are new to this machine are compiled side by side. At a first start the workers import
-    what they need while weights are loaded. wanted: False leaves each kernel to its first launch."""
+    what they need while weights are loaded."""
 
-    def __init__(self, device: torch.device, wanted: bool) -> None:
+    def __init__(self, device: torch.device) -> None:
         self._capability = torch.cuda.get_device_capability(device)
-        self._wanted, self._known = wanted, Known()
+        self._known = Known()
         self._workers: Workers | None = None
-        if wanted and not self._known:
+        if not self._known:
             self._workers = Workers(self._capability)
             threading.Thread(target=read_libraries, daemon=True).start()
 
     def compile(self, trial: Callable[[], None], meanwhile: Callable[[], None]) -> None:
         """What trial launches. meanwhile: what this process can do while others compile."""
-        if not self._wanted:
-            return
         missing = self._known.missing(list_launches(trial))
         if self._workers is None and len(missing) > FEW_KERNELS:
             self._workers = Workers(self._capability)

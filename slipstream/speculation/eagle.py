@@ -27,7 +27,6 @@ from slipstream.config.model import ModelSpec
 from slipstream.contracts.request import EngineRequest
 from slipstream.kernels.draft_choice import choose_draft
 from slipstream.kernels.draft_lanes import next_tokens
-from slipstream.layers.embedding import Embedding
 from slipstream.layers.norm import NoHeadNorm
 from slipstream.layers.rotary import Rotary
 from slipstream.loading.drafter_files import DrafterFiles
@@ -149,7 +148,7 @@ class EagleHead:
     def forward(
         self, token_T: Tensor, hidden_TH: Tensor, position_T: Tensor, attend: Attend, source_L: Tensor | None
     ) -> tuple[Tensor, Tensor]:
-        embed_TH = embed_tokens(self._embed, token_T)
+        embed_TH = self._embed(token_T)
         if self._norms:
             embed_TH = self._maths.normed(self._norms[0], embed_TH)
         joined_TX = torch.cat((embed_TH.to(self._dtype), hidden_TH.to(self._dtype)), 1)
@@ -208,11 +207,6 @@ def make_head_layer(
         return weights(name, *((shape[0], qkv_inputs) if name.endswith(projections) else shape))
 
     return make_layer(weights.maths, rotary, decoder.names, spec, f"layers.{number}.", weight, norm)
-
-
-def embed_tokens(embed: Embedding, token_T: Tensor) -> Tensor:
-    """float32 [T, H]. The clamp is for trials that compute nothing (kernels/precompile.py)."""
-    return embed(token_T.clamp(0, embed.weight_VH.shape[0] - 1))
 
 
 def load_eagle(path: str, target: Target) -> Eagle:

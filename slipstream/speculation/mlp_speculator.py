@@ -27,7 +27,6 @@ from slipstream.layers.linear import Linear
 from slipstream.loading.drafter_files import DrafterFiles
 from slipstream.models.maths import Maths, Sized
 from slipstream.rows.columns import Column, RowWriter
-from slipstream.speculation.eagle import embed_tokens
 from slipstream.speculation.passes import empty_drafts, lanes_of
 from slipstream.speculation.protocol import Drafts, DraftStep
 from slipstream.speculation.target import Target, Weights
@@ -101,7 +100,7 @@ class MlpSpeculator:
         if self._scale_input:
             state_LI = (_unit(state_LI.float()) / math.sqrt(2)).to(dtype)
         for number, stage in enumerate(self._stages[:drafts]):
-            token_LI = embed_tokens(stage.embed, token_L)
+            token_LI = stage.embed(token_L)
             mixed_LI = _unit(stage.proj(state_LI).float() + token_LI * self._token_weight)
             state_LI = F.gelu(mixed_LI * stage.scale_I + stage.shift_I).to(dtype)
             choose_draft(self._maths.logits(stage.head, state_LI), token_LK[:, number])

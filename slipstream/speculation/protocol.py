@@ -80,6 +80,6 @@ class Drafter(Protocol):
 
     def propose(self, step: DraftStep) -> Drafts:
         """On the stream, inside the tick. With CUDA graphs it is captured: sizes are fixed by the shape of
-        inputs, everything else is read from device memory. In a trial that computes nothing what kernels
-        made (rows, lengths) may hold anything: torch operations index by it only if it is clamped."""
+        inputs, everything else is read from device memory. In a trial that computes nothing, what kernels
+        made (rows, lengths, tokens) reads as zeros."""
         ...

@@ -16,7 +16,7 @@ import pytest
 ROOT = Path(__file__).parents[2]
 
 
-@pytest.mark.parametrize("kind", ["plain", "float8", "invariant", "window", "drafts", "drafters"])
+@pytest.mark.parametrize("kind", ["plain", "float8", "invariant", "window", "drafts", "drafters", "compiled"])
 def test_kernels_of_an_engine_compile(kind, tiny_model):
     family = "mistral" if kind == "window" else "qwen3"
     more = dict(sliding_window=24) if kind == "window" else {}
