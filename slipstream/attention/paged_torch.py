@@ -17,7 +17,6 @@ import torch
 from torch.nn.functional import scaled_dot_product_attention
 
 from slipstream.attention.protocol import AttentionBatch, LayerAttention
-from slipstream.rows.doors import lazy_zeros
 
 Tensor = torch.Tensor
 
@@ -73,8 +72,9 @@ class PagedTorchAttention:
     def allocate(self, num_blocks: int) -> None:
         for pool in (self.keys, self.values):
             pool.clear()
+            places = num_blocks, self.block_size
             pool += [
-                lazy_zeros((num_blocks, self.block_size, a.num_kv_heads, a.head_dim), self.dtype, self.device)
+                _lazy_zeros((*places, a.num_kv_heads, a.head_dim), self.dtype, self.device)
                 for a in self.layers
             ]
 
@@ -251,3 +251,11 @@ def _attend(
     if mask is not None:
         score = score + mask
     return torch.matmul(score.softmax(-1), v_XGSD.float()).to(q_XHTD.dtype)
+
+
+def _lazy_zeros(shape: Sequence[int], dtype: torch.dtype, device: torch.device) -> Tensor:
+    """Zeros whose pages a CPU takes only as they are written: a large pool costs nothing at start."""
+    if device.type != "cpu":
+        return torch.zeros(*shape, dtype=dtype, device=device)
+    memory = np.zeros(math.prod(shape) * dtype.itemsize, np.uint8)
+    return torch.from_numpy(memory).view(dtype).view(*shape)

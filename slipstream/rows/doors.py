@@ -1,13 +1,13 @@
-"""The two doors between host and device. In: staged writes, packed, one copy, one kernel. Out: a packed
-record a step.
+"""The two doors between host and device. In: staged writes, packed, which one kernel takes from host memory.
+Out: a packed record a step.
 
 A buffer is reused only after the event of its last reader (its ticket): queue depth is never trusted.
 """
 
 from __future__ import annotations
 
-import math
-from collections.abc import Callable, Sequence
+import functools
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Generic, TypeVar
 
@@ -15,7 +15,7 @@ import numpy as np
 import torch
 
 from slipstream.kernels.commit import CommitRecord, CommitRing
-from slipstream.kernels.spans import scatter_spans
+from slipstream.kernels.scatter import HEAD, scatter_words
 from slipstream.rows.stream import Ticket
 
 Array = np.ndarray
@@ -52,88 +52,99 @@ class Ring(Generic[T]):
         self._tickets, self._next = [None] * len(self._items), 0
 
 
-class Payload:
-    """One packed set of staged writes in host memory, pinned on a CUDA device: dst of S spans, start of each
-    and of the end, then the words."""
+class PackedWords:
+    """What kernels/scatter.py reads, and the host's views of it: count_1, place and word, int32 arrays of 1,
+    C and C numbers, C = most. replay: the scatter as a CUDA graph, if somebody has captured it."""
 
-    def __init__(self, words: int, pinned: bool) -> None:
-        self.data = torch.empty(words, dtype=torch.int32, pin_memory=pinned)
-        self.host: Array = self.data.numpy()
+    def __init__(self, most: int, pinned: bool) -> None:
+        self.packed = torch.zeros(HEAD + 2 * most, dtype=torch.int32, pin_memory=pinned)
+        host = self.packed.numpy()
+        self.count_1, self.place, self.word = host[:1], host[HEAD : HEAD + most], host[HEAD + most :]
+        self.replay: Callable[[], None] | None = None
+
+    def grown(self, filled: int, needed: int) -> PackedWords:
+        """Room for `needed` and as many again, with the first `filled` of these."""
+        larger = PackedWords(2 * needed, self.packed.is_pinned())
+        larger.place[:filled], larger.word[:filled] = self.place[:filled], self.word[:filled]
+        return larger
+
+    def scatter(self, arena: Tensor) -> None:
+        """Runs on the stream: what stands here then."""
+        scatter_words(arena, self.packed)
 
 
 @dataclass(slots=True)
 class StagedWrites:
-    """What one flush packed: views of a ring buffer, valid until the event given to `done_by`."""
+    """What one flush staged: a buffer of the ring, valid until the event given to `done_by`."""
 
-    ring: Ring[Payload]
+    ring: Ring[PackedWords]
     slot: int
-    payload: Payload
-    num_spans: int
-    num_words: int
+    words: PackedWords
 
     def apply(self, arena: Tensor) -> None:
-        """Runs on the stream: one copy, one kernel."""
-        if self.num_spans == 0:
-            return
-        first = 2 * self.num_spans + 1
-        packed = self.payload.data[: first + self.num_words].to(arena.device, non_blocking=True)
-        scatter_spans(arena, packed[first:], packed[: self.num_spans], packed[self.num_spans : first])
+        """Runs on the stream."""
+        if not self.replay():
+            self.words.scatter(arena)
+
+    def replay(self) -> bool:
+        """The same by a graph; False, and nothing is done, where there is none."""
+        if self.words.replay is not None:
+            self.words.replay()
+        return self.words.replay is not None
 
     def done_by(self, event: Ticket) -> None:
         self.ring.give_ticket(self.slot, event)
 
 
 class InDoor:
-    """Collects spans on the host between flushes. Spans of one flush never overlap: their order is not kept.
+    """Collects words on the host between flushes. No place is written twice in one flush: the order is not
+    kept.
 
     Not thread-safe: the engine's thread owns it.
     """
 
-    def __init__(self, slots: int, pinned: bool, words: int = 1 << 16) -> None:
-        self._ring = Ring(lambda: Payload(words, pinned), slots)
-        self._pinned = pinned
-        self._dst: list[Array] = []
-        self._length: list[Array] = []
-        self._data: list[Array] = []
+    def __init__(self, slots: int, pinned: bool, most: int = 1 << 16) -> None:
+        self._buffers = [PackedWords(most, pinned) for _ in range(slots)]
+        self._ring = Ring(iter(self._buffers).__next__, slots)
+        self._slot, self._words, self._count = 0, self._buffers[0], 0
 
     def span(self, dst: int, values: Array) -> None:
         """Stage int32 values for arena[dst : dst + len(values)]."""
-        if len(values):
-            self._dst.append(np.array([dst], np.int64))
-            self._length.append(np.array([len(values)], np.int32))
-            self._data.append(values)
+        self.cells(np.arange(dst, dst + len(values), dtype=np.int32), values)
 
     def cells(self, dst: Array, values: Array) -> None:
-        """Stage single words: arena[dst[i]] = values[i]; dst int64, values int32."""
-        if len(values):
-            self._dst.append(dst)
-            self._length.append(np.ones(len(dst), np.int32))
-            self._data.append(values)
+        """Stage single words: arena[dst[i]] = values[i]; integers, values int32."""
+        if not len(values):
+            return
+        if not self._count:
+            self._slot, self._words = self._ring.take()
+        first, self._count = self._count, self._count + len(values)
+        if self._count > len(self._words.place):
+            self._words = self._words.grown(first, self._count)
+            self._ring.replace(self._slot, self._words)
+        self._words.place[first : self._count] = dst
+        self._words.word[first : self._count] = values
 
-    def flush(self) -> StagedWrites:
-        """Pack what was staged. The caller gives the ticket of the step that applies it."""
-        slot, payload = self._ring.take()
-        if not self._dst:
-            return StagedWrites(self._ring, slot, payload, 0, 0)
-        length = np.concatenate(self._length)
-        num_spans, num_words = len(length), int(length.sum())
-        first = 2 * num_spans + 1
-        if first + num_words > len(payload.host):
-            payload = Payload(2 * (first + num_words), self._pinned)
-            self._ring.replace(slot, payload)
-        host = payload.host
-        np.concatenate(self._dst, out=host[:num_spans], casting="same_kind")
-        host[num_spans] = 0
-        np.cumsum(length, out=host[num_spans + 1 : first])
-        np.concatenate(self._data, out=host[first : first + num_words])
-        for staged in (self._dst, self._length, self._data):
-            staged.clear()
-        return StagedWrites(self._ring, slot, payload, num_spans, num_words)
+    def flush(self) -> StagedWrites | None:
+        """What was staged, None if nothing was. The caller gives the ticket of the step that applies it."""
+        if not self._count:
+            return None
+        self._words.count_1[0], self._count = self._count, 0
+        return StagedWrites(self._ring, self._slot, self._words)
+
+    def launch(self, arena: Tensor) -> None:
+        """On the stream, before anything is staged: a scatter of nothing, so that its kernel is there."""
+        self._buffers[0].scatter(arena)
+
+    def capture(self, arena: Tensor, capture: Callable[[Callable[[], None]], Callable[[], None]]) -> None:
+        """capture: makes a graph of what a function launches, and returns what replays it."""
+        for words in self._buffers:
+            words.replay = capture(functools.partial(words.scatter, arena))
 
     def reset(self) -> None:
         """Nothing is in flight, and what was staged is forgotten."""
         self._ring.reset()
-        self._dst, self._length, self._data = [], [], []
+        self._count = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -200,14 +211,6 @@ def seen(tensor: Tensor) -> Array:
     if tensor.device.type != "cpu":
         raise ValueError("a step on a GPU never waits to see what it has computed")
     return tensor.numpy()
-
-
-def lazy_zeros(shape: Sequence[int], dtype: torch.dtype, device: torch.device) -> Tensor:
-    """Zeros whose pages a CPU takes only as they are written: a large pool costs nothing at start."""
-    if device.type != "cpu":
-        return torch.zeros(*shape, dtype=dtype, device=device)
-    memory = np.zeros(math.prod(shape) * dtype.itemsize, np.uint8)
-    return torch.from_numpy(memory).view(dtype).view(*shape)
 
 
 def from_host(values: Array, device: torch.device) -> Tensor:

@@ -48,26 +48,18 @@ class Stream(Protocol):
 class CpuEvent:
     """Set by the worker thread. begin and end are time.perf_counter() seconds of the work itself."""
 
-    __slots__ = ("_begin", "_done", "_end", "_value")
+    __slots__ = ("_done", "_value", "begin", "end")
 
     def __init__(self) -> None:
         # A lock held until the work is done costs a tenth of a threading.Event.
         self._done = threading.Lock()
         self._done.acquire()
         self._value: Any = None
-        self._begin = self._end = 0.0
-
-    @property
-    def begin(self) -> float:
-        return self._begin
-
-    @property
-    def end(self) -> float:
-        return self._end
+        self.begin = self.end = 0.0
 
     def finish(self, value: Any, begin: float) -> None:
         self._value = value
-        self._begin, self._end = begin, time.perf_counter()
+        self.begin, self.end = begin, time.perf_counter()
         self._done.release()
 
     def wait(self) -> Any:
@@ -137,25 +129,16 @@ def _nothing() -> None:
 class CudaEvent:
     """Recorded after the work's last kernel."""
 
-    __slots__ = ("_begin", "_end", "_event", "_value")
+    __slots__ = ("_event", "_value", "begin", "end")
 
     def __init__(self, value: Any, event: torch.cuda.Event, begin: float) -> None:
-        self._value, self._event, self._begin = value, event, begin
-        self._end = 0.0
-
-    @property
-    def begin(self) -> float:
-        """When the host began to launch."""
-        return self._begin
-
-    @property
-    def end(self) -> float:
-        """When the host saw the end, 0 before; the device's own times come from a profiler."""
-        return self._end
+        # When the host began to launch and when it saw the end; the device's own times come from a profiler.
+        self.begin, self.end = begin, 0.0
+        self._value, self._event = value, event
 
     def wait(self) -> Any:
         self._event.synchronize()
-        self._end = self._end or time.perf_counter()
+        self.end = self.end or time.perf_counter()
         return self._value
 
     def done(self) -> bool:

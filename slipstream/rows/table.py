@@ -105,7 +105,8 @@ class RowTable:
         self._defaults = np.zeros(width, np.int32)
         for column in self._scalars:
             self._defaults[self._slot_of[column.name]] = _word(column, column.default)
-        self._door = InDoor(flush_slots, pinned=device.type == "cuda")
+        # Room for the longest prompt and many others; one more is kept in a larger buffer.
+        self.door = InDoor(flush_slots, device.type == "cuda", (1 << 16) + max_model_len)
 
     def _views(self, width: int) -> dict[str, Tensor]:
         record = self.arena[: self.num_rows * width].view(self.num_rows, width)
@@ -151,13 +152,13 @@ class RowTable:
     def release(self, rows: Array) -> None:
         """Owners left: the rows are dead from the next step on, whatever is still queued."""
         width = len(self._scalars)
-        self._door.cells(
+        self.door.cells(
             rows.astype(np.int64) * width + self._slot_of["alive"], np.zeros(len(rows), np.int32)
         )
 
     def grant(self, rows: Array, index: Array, blocks: Array) -> None:
         """blocks[row, index] = block for each of the int32 arrays' entries."""
-        self._door.cells(self._offset["blocks"] + rows.astype(np.int64) * self.max_blocks + index, blocks)
+        self.door.cells(self._offset["blocks"] + rows.astype(np.int64) * self.max_blocks + index, blocks)
 
     def constrain(self, plan: StepPlan) -> None:
         """What rows may sample in the next step, and their drafts in place of those that stand in them. A row
@@ -170,27 +171,27 @@ class RowTable:
             self.stage_list(int(rows[lane]), self._column["tokens"], drafts, int(plan.legal_length[lane]))
         old = ~np.isin(rows, [admission.row for admission in plan.admissions])
         places = rows[old].astype(np.int64) * len(self._scalars) + self._slot_of["draft_count"]
-        self._door.cells(places, counts[old])
+        self.door.cells(places, counts[old])
 
     def set_lanes(self, name: str, values: Array) -> None:
         """Write one lane array from its start (int32)."""
-        self._door.span(self._offset[name], values)
+        self.door.span(self._offset[name], values)
 
-    def flush(self) -> StagedWrites:
+    def flush(self) -> StagedWrites | None:
         """Everything staged since the last flush, packed for one step."""
-        return self._door.flush()
+        return self.door.flush()
 
     def reset(self) -> None:
         """Nothing is in flight, and nothing staged is to be written."""
-        self._door.reset()
+        self.door.reset()
 
     def stage_record(self, row: int, record: Array) -> None:
-        self._door.span(row * len(self._scalars), record)
+        self.door.span(row * len(self._scalars), record)
 
     def stage_list(self, row: int, column: Column, values: Array, start: int) -> None:
         if start + len(values) > column.width:
             raise AssertionError(f"{column.name}: {start + len(values)} words in a column of {column.width}")
-        self._door.span(self._offset[column.name] + row * column.width + start, values)
+        self.door.span(self._offset[column.name] + row * column.width + start, values)
 
     def default_record(self) -> Array:
         return self._defaults.copy()

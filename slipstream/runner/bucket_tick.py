@@ -76,10 +76,12 @@ class BucketTick:
         return stage_bucket(plan, self._table, mirror, self._pipeline.names, self._shapes)
 
     def run(self, work: StepWork) -> TickOutput:
-        """One step on the stream: staged writes, if any, and one graph."""
+        """One step on the stream: a graph of the staged writes, if any, and one of the step."""
         lanes: BucketLanes = work.lanes
-        steady = work.writes.num_spans == 0 and lanes.num_logprobs < 0 and not work.prompt_scores
-        if steady and self.graphs.replay(lanes.shape):
+        clears = self._attention.reads_whole_blocks and len(work.fresh_blocks) > 0
+        plain = lanes.num_logprobs < 0 and not work.prompt_scores and not clears
+        if plain and lanes.shape in self.graphs and (work.writes is None or work.writes.replay()):
+            self.graphs.run(lanes.shape)
             return NOTHING
         with torch.inference_mode():
             return self._run(work, lanes)
@@ -103,10 +105,18 @@ class BucketTick:
     def launch_each_kind(self, shapes: Sequence[Shape]) -> None:
         """Launches what these shapes launch, without repeating it for layers alike."""
         whole, self._model = self._model, self._model.of_each_kind()
+        self._table.door.launch(self._table.arena)
         try:
             self.graphs.try_all(shapes)
         finally:
             self._model = whole
+
+    def capture(self, shapes: Sequence[Shape]) -> None:
+        """Graphs of these shapes, and of staged writes, whose kernel takes Python longer to launch than a
+        step's graph."""
+        self.graphs.capture(shapes)
+        if shapes:
+            self._table.door.capture(self._table.arena, self.graphs.capture_one)
 
     def begin(self) -> None:
         """Trials have taken turns of the ring; the first real step takes the first."""

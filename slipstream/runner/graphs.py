@@ -7,7 +7,7 @@ Where steps are captured they have run before: kernels are compiled, libraries h
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 
@@ -16,6 +16,7 @@ from slipstream.runner.tick import Scores
 
 Pool = Any  # torch's handle of a pool of graph memory
 Body = Callable[[Shape], Scores | None]
+T = TypeVar("T")
 Captured = tuple[torch.cuda.CUDAGraph, Scores | None]
 
 
@@ -31,12 +32,8 @@ class Graphs:
     def __len__(self) -> int:
         return len(self._graphs)
 
-    def replay(self, shape: Shape) -> bool:
-        """On the stream; False, and nothing is done, where there is no graph of this shape."""
-        found = self._graphs.get(shape)
-        if found is not None:
-            found[0].replay()
-        return found is not None
+    def __contains__(self, shape: Shape) -> bool:
+        return shape in self._graphs
 
     def run(self, shape: Shape) -> Scores | None:
         """On the stream."""
@@ -55,10 +52,7 @@ class Graphs:
 
     def captured(self, shape: Shape, pool: Pool) -> Captured:
         """A graph of the step, made on the current stream; its memory comes from the pool."""
-        graph, stream = torch.cuda.CUDAGraph(), torch.cuda.current_stream(self._device)
-        with torch.cuda.graph(graph, pool=pool, stream=stream, capture_error_mode="thread_local"):
-            scores = self._body(shape)
-        return graph, scores
+        return self._record(lambda: self._body(shape), pool)
 
     def capture(self, shapes: Iterable[Shape]) -> None:
         """Graphs for these shapes, the largest first."""
@@ -66,3 +60,14 @@ class Graphs:
         pool = torch.cuda.graph_pool_handle() if shapes else None
         for shape in shapes:
             self._graphs[shape] = self.captured(shape, pool)
+
+    def capture_one(self, launch: Callable[[], None]) -> Callable[[], None]:
+        """What launches the same again, as a graph; it takes no memory."""
+        replay: Callable[[], None] = self._record(launch, None)[0].replay
+        return replay
+
+    def _record(self, launch: Callable[[], T], pool: Pool) -> tuple[torch.cuda.CUDAGraph, T]:
+        graph, stream = torch.cuda.CUDAGraph(), torch.cuda.current_stream(self._device)
+        with torch.cuda.graph(graph, pool=pool, stream=stream, capture_error_mode="thread_local"):
+            result = launch()
+        return graph, result

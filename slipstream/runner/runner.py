@@ -59,7 +59,8 @@ class ModelRunner:
         slot, record = self._records.take()
         work = StepWork(writes, lanes, bound_L, scores, record, plan.fresh_blocks())
         event = self.stream.submit(lambda: self._run(work))
-        writes.done_by(event)
+        if writes is not None:
+            writes.done_by(event)
         handle = StepHandle(plan.step, work, event)
         self._records.give_ticket(slot, handle)
         return handle

@@ -39,7 +39,7 @@ SCORE_CHUNK = 256
 class StepWork:
     """What step() hands the stream. lanes: as the same tick staged them."""
 
-    writes: StagedWrites
+    writes: StagedWrites | None
     lanes: Any
     length_bound_L: Array
     prompt_scores: list[PromptScore]
@@ -93,7 +93,8 @@ def inputs_of(table: RowTable, lanes: int, tokens: int, one_each: bool) -> StepI
 
 def begin_step(work: StepWork, table: RowTable, attention: AttentionBackend) -> None:
     """What comes before a step's inputs: the host's writes, and blocks that may hold another's numbers."""
-    work.writes.apply(table.arena)
+    if work.writes is not None:
+        work.writes.apply(table.arena)
     if attention.reads_whole_blocks and len(work.fresh_blocks):
         attention.clear(from_host(work.fresh_blocks, table.device).long())
 

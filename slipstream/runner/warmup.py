@@ -108,7 +108,7 @@ def warm_up(
     log.info("every shape has run, the largest of %d tokens", max(shape.tokens for shape in shapes))
     planned = size_kv_pool(plan, memory.measured(plan), attention.bytes_per_block())
     attention.allocate(planned.num_blocks)
-    _, taken = memory.taken_by(lambda: tick.graphs.capture(captured))
+    _, taken = memory.taken_by(lambda: tick.capture(captured))
     log.info("captured %d graphs", len(tick.graphs))
     try_largest(shapes)
     tick.begin()

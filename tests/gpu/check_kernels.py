@@ -20,6 +20,7 @@ from contextlib import suppress
 from dataclasses import fields
 from pathlib import Path
 
+import numpy as np
 import torch
 
 ROOT = Path(__file__).parents[2]
@@ -35,8 +36,8 @@ from slipstream.kernels import (  # noqa: E402
     paged,
     qkv_write,
     rms_norm,
+    scatter,
     silu_and_mul,
-    spans,
     step_inputs,
     varlen_attention,
 )
@@ -44,6 +45,8 @@ from slipstream.kernels.attention_common import LayerAttention  # noqa: E402
 from slipstream.kernels.decode_config import DecodeConfig, DecodeScratch, choose_decode  # noqa: E402
 from slipstream.kernels.precompile import Workers, is_listing, list_launches  # noqa: E402
 from slipstream.kernels.varlen_attention import VarlenConfig, choose_varlen, list_tiles  # noqa: E402
+from slipstream.rows.doors import PackedWords  # noqa: E402
+from slipstream.runner.graphs import Graphs  # noqa: E402
 
 CUDA = torch.device("cuda")
 BF16, F32 = torch.bfloat16, torch.float32
@@ -204,16 +207,20 @@ def step_kernels_error() -> float:
         torch.cuda.synchronize()
         assert all(torch.equal(pinned[i].to(CUDA), getattr(records[1], f.name)) for i, f in
                    enumerate(fields(records[1]))), "the pinned record differs"
-    for count, longest in ((1, 1), (1, 40000), (700, 3), (37, 900)):
-        length = torch.randint(0, longest + 1, (count,), device=CUDA)
-        start = torch.cat((torch.zeros(1, dtype=torch.int64, device=CUDA), length.cumsum(0)))
-        place = torch.randperm(count, device=CUDA) * (longest + 2)
-        place, start = place.int(), start.int()
-        payload = torch.randint(0, 1 << 30, (int(length.sum()),), device=CUDA, dtype=torch.int32)
-        arenas = torch.full((2, count * (longest + 2)), -5, dtype=torch.int32, device=CUDA).unbind()
-        spans.scatter_spans(arenas[0], payload, place, start)
-        spans.scatter_spans_reference(arenas[1], payload, place, start)
-        assert torch.equal(*arenas), "arenas differ"
+    words, draw = PackedWords(80_000, pinned=True), np.random.default_rng(3)
+    arenas = torch.full((2, 300_000), -5, dtype=torch.int32, device=CUDA).unbind()
+    words.scatter(arenas[0])
+    torch.cuda.synchronize()
+    with torch.cuda.stream(torch.cuda.Stream()):
+        replay = Graphs(lambda shape: None, CUDA).capture_one(lambda: words.scatter(arenas[0]))
+        for count in (1, 700, 0, 80_000, 33):  # what the host has written anew, by the same graph
+            words.place[:] = draw.permutation(len(arenas[0]))[: len(words.place)]
+            words.word[:] = draw.integers(0, 1 << 30, len(words.word))
+            words.count_1[0] = count
+            replay()
+            scatter.scatter_words_reference(arenas[1], words.packed)
+            torch.cuda.synchronize()
+            assert torch.equal(*arenas), "arenas differ"
     return 0.0
 
 

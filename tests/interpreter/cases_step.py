@@ -3,12 +3,14 @@ tests/unit/test_step_kernels.py compares with a plain model of rows)."""
 
 from dataclasses import fields
 
+import numpy as np
 import pytest
 import torch
 
 from slipstream.kernels.commit import CommitRecord, CommitRing, commit_step, commit_step_reference
-from slipstream.kernels.spans import scatter_spans, scatter_spans_reference
+from slipstream.kernels.scatter import scatter_words, scatter_words_reference
 from slipstream.kernels.step_inputs import build_step_inputs, build_step_inputs_reference
+from slipstream.rows.doors import PackedWords
 
 ROWS, LEN, BLOCK, ENDS = 40, 50, 4, 5
 
@@ -100,20 +102,17 @@ def test_commit_equals_the_reference(seed, sampling):
         assert torch.equal(got_rows[name][:-1], view[:-1]), name
 
 
-@pytest.mark.parametrize("spans,longest", [(1, 1), (1, 3000), (700, 3), (37, 90)])
-def test_scatter_equals_the_reference(spans, longest):
-    generator = torch.Generator().manual_seed(spans)
-    length = torch.randint(0, longest + 1, (spans,), generator=generator)
-    length[0] = longest
-    start = torch.cat((torch.zeros(1, dtype=torch.int64), length.cumsum(0)))
-    place = torch.randperm(spans, generator=generator) * (longest + 2)
-    payload = torch.randint(0, 1 << 30, (int(length.sum()),), generator=generator, dtype=torch.int32)
-    arenas = torch.full((2, spans * (longest + 2)), -5, dtype=torch.int32).unbind()
-    place, start = place.int(), start.int()
-    scatter_spans(arenas[0], payload, place, start)
-    scatter_spans_reference(arenas[1], payload, place, start)
+@pytest.mark.parametrize("count,most", [(0, 1), (1, 1), (3000, 4000), (40_000, 40_000)])
+def test_scatter_equals_the_reference(count, most):
+    words, size = PackedWords(most, pinned=False), 50_000
+    draw = np.random.default_rng(count)
+    words.place[:], words.word[:] = draw.permutation(size)[:most], draw.integers(0, 1 << 30, most)
+    words.count_1[0] = count
+    arenas = torch.full((2, size), -5, dtype=torch.int32).unbind()
+    scatter_words(arenas[0], words.packed)
+    scatter_words_reference(arenas[1], words.packed)
     assert torch.equal(*arenas)
-    assert int((arenas[0] != -5).sum()) == len(payload)
+    assert int((arenas[0] != -5).sum()) == count
 
 
 def test_records_of_a_ring_are_written_in_turn():

@@ -9,9 +9,9 @@ import torch
 from slipstream.contracts.request import EngineRequest
 from slipstream.contracts.sampling_params import SamplingParams
 from slipstream.contracts.step import Admission
-from slipstream.kernels.spans import scatter_spans
+from slipstream.kernels.scatter import scatter_words
 from slipstream.rows.columns import Column
-from slipstream.rows.doors import InDoor, OutDoor, Ring
+from slipstream.rows.doors import InDoor, OutDoor, PackedWords, Ring
 from slipstream.rows.stream import CpuStream
 from slipstream.rows.table import RowTable
 
@@ -110,19 +110,18 @@ def test_a_list_that_is_too_long_for_its_column_is_caught():
 
 
 @pytest.mark.parametrize("seed", range(5))
-def test_scatter_spans_equals_slice_assignment(seed):
+def test_scatter_puts_every_counted_word_in_its_place_and_no_other(seed):
     rng = np.random.default_rng(seed)
     arena = torch.from_numpy(rng.integers(-9, 9, 500).astype(np.int32))
-    expected = arena.clone()
-    lengths = rng.integers(0, 30, 12)
-    places = np.cumsum(np.concatenate(([rng.integers(0, 9)], lengths[:-1] + rng.integers(0, 9, 11))))
-    payload = rng.integers(100, 1000, lengths.sum()).astype(np.int32)
-    start = np.concatenate(([0], np.cumsum(lengths)))
-    for place, a, b in zip(places, start, start[1:], strict=False):
-        expected[place : place + b - a] = torch.from_numpy(payload[a:b])
-    places, start = (torch.from_numpy(each.astype(np.int32)) for each in (places, start))
-    scatter_spans(arena, torch.from_numpy(payload), places, start)
-    assert torch.equal(arena, expected)
+    expected, words = arena.numpy().copy(), PackedWords(300, pinned=False)
+    words.place[:], words.word[:] = rng.permutation(500)[:300], rng.integers(100, 1000, 300)
+    for count in (300, 0, 17):
+        words.count_1[0] = count
+        words.word[:count] += 1000
+        for place, word in zip(words.place[:count], words.word[:count], strict=True):
+            expected[place] = word
+        scatter_words(arena, words.packed)
+        assert arena.tolist() == expected.tolist()
 
 
 def test_a_staging_buffer_is_not_reused_before_its_last_reader_is_done():
@@ -150,13 +149,36 @@ def test_a_staging_buffer_is_not_reused_before_its_last_reader_is_done():
 
 
 def test_a_flush_larger_than_the_buffer_grows_it():
-    door = InDoor(1, pinned=False, words=4)
+    door = InDoor(1, pinned=False, most=4)
     arena = torch.zeros(100, dtype=torch.int32)
-    door.span(10, np.arange(50, dtype=np.int32))
+    door.span(10, np.arange(3, dtype=np.int32))
+    door.span(13, np.arange(3, 50, dtype=np.int32))
     door.cells(np.array([0, 99]), np.array([7, 8], np.int32))
     door.flush().apply(arena)
     assert arena[10:60].tolist() == list(range(50))
     assert (arena[0], arena[99]) == (7, 8)
+
+
+def test_writes_replay_what_was_captured_of_their_buffer_until_it_grows():
+    door, arena, replayed = InDoor(2, pinned=False, most=4), torch.zeros(20, dtype=torch.int32), []
+    door.launch(arena)
+    assert not arena.any()
+
+    def capture(launch):
+        number = len(captured)
+        captured.append(launch)
+        return lambda: (replayed.append(number), captured[number]())
+
+    captured = []
+    door.capture(arena, capture)
+    for turn, values in enumerate(([1, 2], [3, 4, 5], [6], [7] * 9, [8], [9])):
+        door.span(turn, np.array(values, np.int32))
+        writes = door.flush()
+        writes.apply(arena)
+        assert arena[turn : turn + len(values)].tolist() == values
+        # The fourth was too many for the second buffer: nobody has captured the larger one.
+        assert writes.replay() is (turn not in (3, 5))
+    assert sorted(set(replayed)) == [0, 1]
 
 
 def test_a_ring_hands_out_its_items_in_turn_after_their_tickets():
@@ -184,7 +206,7 @@ def test_doors_begin_anew_after_a_step_that_failed():
         def wait(self):
             raise MemoryError("a step of before")
 
-    door = InDoor(slots=2, pinned=False)
+    door = InDoor(slots=3, pinned=False)
     with torch.inference_mode():  # as the runner is built
         out = OutDoor(2, 4, torch.device("cpu"))
     for _ in range(2):
@@ -194,7 +216,7 @@ def test_doors_begin_anew_after_a_step_that_failed():
     door.span(0, np.arange(3, dtype=np.int32))
     door.reset()
     out.reset()
-    assert door.flush().num_spans == 0, "what was staged for the rows of before"
+    assert door.flush() is None, "what was staged for the rows of before"
     assert out.ring.take()[0] == 0
 
 
