@@ -71,7 +71,7 @@ def launches(core: Any, lanes: int) -> dict[str, float]:
     """A graph's launch while the device is idle or busy, and from the launch until the host knows of the end:
     by an event, and by the pinned record itself."""
     runner = core._executor.runner
-    graph = runner._tick.graphs._graphs[runner._lanes.shape][0]
+    graph = runner._tick.graphs[runner._lanes.shape][0]
     stream, words = runner.stream._stream, runner._tick._ring.memory_S3L.numpy()
     names = ("launch_idle", "launch_busy", "until_event", "until_word")
     times: dict[str, list[float]] = {name: [] for name in names}

@@ -9,7 +9,15 @@ from typing import Protocol
 from slipstream.config.executor import UNI
 from slipstream.contracts.errors import WorkerLostError
 from slipstream.contracts.step import StepPlan, StepResult
-from slipstream.engine.runners import Built, DeviceTime, Handle, free_caches
+from slipstream.engine.runners import (
+    Built,
+    ClosedRunner,
+    DeviceTime,
+    Handle,
+    Runner,
+    free_caches,
+    return_memory,
+)
 from slipstream.runner.memory import MemoryPlan
 
 
@@ -89,7 +97,7 @@ class InlineExecutor:
     ears: tuple[int, ...] = ()
 
     def __init__(self, built: Built) -> None:
-        self.runner = built.runner
+        self.runner: Runner = built.runner
         self.memory, self.pid = built.memory, os.getpid()
         self.linear_name, self.linear_reason = built.linear_name, built.linear_reason
 
@@ -116,3 +124,5 @@ class InlineExecutor:
 
     def close(self) -> None:
         self.runner.close()
+        self.runner = ClosedRunner()  # nobody else holds it
+        return_memory()

@@ -11,7 +11,7 @@ import numpy as np
 
 from slipstream.config.args import EngineArgs
 from slipstream.config.executor import UNI
-from slipstream.contracts.errors import EngineError
+from slipstream.contracts.errors import EngineDeadError, EngineError
 from slipstream.contracts.sampling_params import RequestOutputKind, SamplingParams
 from slipstream.engine.client import EngineClient, EngineInfo
 from slipstream.engine.input_processor import InputProcessor, Prompt, open_tokenizer
@@ -67,8 +67,10 @@ class LLM:
         prompts: text, token ids, {"prompt": ...} or {"prompt_token_ids": ...}; one or a list. sampling_params
         and priority: one for all or one each. use_tqdm: a progress bar, or what makes one. A request that
         fails alone has finish_reason "error". Raises BadRequest (a ValueError) before anything runs where a
-        prompt or parameter cannot be served.
+        prompt or parameter cannot be served, EngineDeadError after close().
         """
+        if not self._close.alive:
+            raise EngineDeadError("this LLM is closed")
         each = _as_prompts(prompts)
         default = SamplingParams() if sampling_params is None else sampling_params
         params = _one_each("sampling_params", default, SamplingParams, len(each))

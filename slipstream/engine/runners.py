@@ -8,7 +8,7 @@ from importlib import import_module
 from typing import Protocol, cast, runtime_checkable
 
 from slipstream.config.plan import EnginePlan
-from slipstream.contracts.errors import StepMemoryError
+from slipstream.contracts.errors import EngineDeadError, StepMemoryError
 from slipstream.contracts.step import StepPlan, StepResult
 from slipstream.runner.memory import MemoryPlan
 
@@ -96,10 +96,25 @@ def lacked_memory(error: BaseException) -> bool:
 
 def free_caches(runner: Runner) -> None:
     """After a step that lacked memory, with nothing in flight: give back what no tensor holds."""
-    import torch
-
     if isinstance(runner, Resettable):
         runner.reset()
     gc.collect()
+    return_memory()
+
+
+def return_memory() -> None:
+    """To the device, what torch keeps of it and no tensor uses."""
+    import torch
+
     if torch.cuda.is_initialized():  # type: ignore[no-untyped-call]
         torch.cuda.empty_cache()
+
+
+class ClosedRunner:
+    """In the place of one whose memory was given back."""
+
+    def step(self, plan: StepPlan) -> Handle:
+        raise EngineDeadError("the engine is closed")
+
+    def close(self) -> None:
+        """It is."""

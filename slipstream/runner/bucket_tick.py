@@ -22,7 +22,7 @@ from slipstream.models.base import Model
 from slipstream.rows.columns import RowWriter
 from slipstream.rows.doors import leave
 from slipstream.rows.table import RowTable
-from slipstream.runner.graphs import Graphs
+from slipstream.runner.graphs import Captured, Pool, capture_all, captured
 from slipstream.runner.lanes import BucketLanes, stage_bucket
 from slipstream.runner.mirror import RowMirror
 from slipstream.runner.shapes import Shape, Shapes
@@ -67,7 +67,7 @@ class BucketTick:
         size = (max_tokens, hidden_size)
         self._hidden_TH = torch.zeros(size, dtype=model.activation_dtype, device=table.device)
         self._score_prompt = PromptScorer(table, model)
-        self.graphs = Graphs(self._body, table.device)
+        self.graphs: dict[Shape, Captured[Scores | None]] = {}
 
     def admit(self, request: EngineRequest, write: RowWriter) -> None:
         """Nothing."""
@@ -81,14 +81,14 @@ class BucketTick:
         clears = self._attention.reads_whole_blocks and len(work.fresh_blocks) > 0
         plain = lanes.num_logprobs < 0 and not work.prompt_scores and not clears
         if plain and lanes.shape in self.graphs and (work.writes is None or work.writes.replay()):
-            self.graphs.run(lanes.shape)
+            self.launch(lanes.shape)
             return NOTHING
         with torch.inference_mode():
             return self._run(work, lanes)
 
     def _run(self, work: StepWork, lanes: BucketLanes) -> TickOutput:
         begin_step(work, self._table, self._attention)
-        scores = self.graphs.run(lanes.shape)
+        scores = self.launch(lanes.shape)
         left = None
         if scores is not None:
             lines = lanes.shape.samples if lanes.drafts else lanes.num_lanes
@@ -102,21 +102,37 @@ class BucketTick:
         self._table.lanes["lane_to_row"].fill_(self._table.padding_row)
         self._table.lanes["lane_query_len"].fill_(1)
 
+    def launch(self, shape: Shape) -> Scores | None:
+        """The body of a step, on the stream: its graph, or eagerly where there is none of this shape."""
+        found = self.graphs.get(shape)
+        if found is None:
+            return self._body(shape)
+        graph, scores = found
+        graph.replay()
+        return scores
+
     def launch_each_kind(self, shapes: Sequence[Shape]) -> None:
-        """Launches what these shapes launch, without repeating it for layers alike."""
+        """Launches what these shapes launch, and what applies staged writes, without repeating it for layers
+        alike. Lanes must point nowhere, and nothing be staged."""
         whole, self._model = self._model, self._model.of_each_kind()
         self._table.door.launch(self._table.arena)
         try:
-            self.graphs.try_all(shapes)
+            for shape in shapes:
+                self._body(shape)
         finally:
             self._model = whole
+
+    def captured(self, shape: Shape, pool: Pool) -> Captured[Scores | None]:
+        """See graphs.captured."""
+        return captured(lambda: self._body(shape), self._table.device, pool)
 
     def capture(self, shapes: Sequence[Shape]) -> None:
         """Graphs of these shapes, and of staged writes, whose kernel takes Python longer to launch than a
         step's graph."""
-        self.graphs.capture(shapes)
+        table = self._table
+        self.graphs = capture_all(shapes, self._body, table.device)
         if shapes:
-            self._table.door.capture(self._table.arena, self.graphs.capture_one)
+            table.door.capture(table.arena, lambda launch: captured(launch, table.device)[0].replay)
 
     def begin(self) -> None:
         """Trials have taken turns of the ring; the first real step takes the first."""

@@ -94,7 +94,7 @@ def warm_up(
 
     def try_largest(of: Sequence[Shape]) -> None:
         for shape in _largest(of):
-            tick.graphs.run(shape)
+            tick.launch(shape)
         torch.cuda.synchronize(device)
 
     if eager:
@@ -103,7 +103,7 @@ def warm_up(
         tick.launch_each_kind(captured)
         trials = (captured[0], captured[len(captured) // 2], captured[-1])
         pool = torch.cuda.graph_pool_handle()
-        captures = [functools.partial(tick.graphs.captured, shape, pool) for shape in trials]
+        captures = [functools.partial(tick.captured, shape, pool) for shape in trials]
         memory.try_graphs(captures, len(captured))
     log.info("every shape has run, the largest of %d tokens", max(shape.tokens for shape in shapes))
     planned = size_kv_pool(plan, memory.measured(plan), attention.bytes_per_block())

@@ -46,7 +46,7 @@ from slipstream.kernels.decode_config import DecodeConfig, DecodeScratch, choose
 from slipstream.kernels.precompile import Workers, is_listing, list_launches  # noqa: E402
 from slipstream.kernels.varlen_attention import VarlenConfig, choose_varlen, list_tiles  # noqa: E402
 from slipstream.rows.doors import PackedWords  # noqa: E402
-from slipstream.runner.graphs import Graphs  # noqa: E402
+from slipstream.runner.graphs import captured  # noqa: E402
 
 CUDA = torch.device("cuda")
 BF16, F32 = torch.bfloat16, torch.float32
@@ -212,7 +212,7 @@ def step_kernels_error() -> float:
     words.scatter(arenas[0])
     torch.cuda.synchronize()
     with torch.cuda.stream(torch.cuda.Stream()):
-        replay = Graphs(lambda shape: None, CUDA).capture_one(lambda: words.scatter(arenas[0]))
+        replay = captured(lambda: words.scatter(arenas[0]), CUDA)[0].replay
         for count in (1, 700, 0, 80_000, 33):  # what the host has written anew, by the same graph
             words.place[:] = draw.permutation(len(arenas[0]))[: len(words.place)]
             words.word[:] = draw.integers(0, 1 << 30, len(words.word))

@@ -206,7 +206,7 @@ def test_blocks_of_a_new_owner_hold_nothing_of_the_last() -> None:
         prompt_scores=(),
     )
     tick: Any = object.__new__(BucketTick)  # no more of it than a step without a graph takes
-    tick._attention, tick.graphs = backend, SimpleNamespace(run=lambda shape: None)
+    tick._attention, tick.launch = backend, lambda shape: None
     tick._table = SimpleNamespace(arena=None, device=torch.device("cpu"))
     tick._run(work, SimpleNamespace(shape=None))
     for each in (backend.pools[0].keys, backend.pools[0].values):
