@@ -66,5 +66,5 @@ for model in "$@"; do
         logs+=(--theirs "$scratch/theirs")
     fi
     PYTHONPATH=$root "$python" "$root/benchmarks/gpu_table.py" "$name" "${logs[@]}" --cache "$cache" \
-        --command "${VARIANTS:+VARIANTS='$VARIANTS' }benchmarks/gpu.sh $name" --json "$results/gpu_$name.json"
+        --command "${VARIANTS:+VARIANTS='$VARIANTS' }${LOADS:+LOADS=$LOADS }benchmarks/gpu.sh $name" --json "$results/gpu_$name.json"
 done
