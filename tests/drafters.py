@@ -42,7 +42,7 @@ class LastAgain:
         """Everything is in the tokens."""
 
     def propose(self, step: DraftStep) -> Drafts:
-        row_L = step.inputs.row_L.clamp(0, len(step.columns["length"]) - 1)  # for trials that compute nothing
+        row_L = step.inputs.row_L
         last_L = step.columns["tokens"][row_L, (step.columns["length"][row_L] - 1).long()]
         token_LK = last_L[:, None].expand(-1, self.num_drafts).contiguous()
         return Drafts(token_LK, torch.full_like(last_L, self.num_drafts))

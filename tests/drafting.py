@@ -53,12 +53,12 @@ class TableDrafter:
 
     def propose(self, step: DraftStep) -> Drafts:
         self.steps.append(step.num_drafts)
-        # Clamped for trials that compute nothing; moved in the first of them, before a graph is captured.
-        row_L = step.inputs.row_L.clamp(0, len(step.columns["length"]) - 1)
+        # Moved in the first trial, before a graph is captured.
+        row_L = step.inputs.row_L
         self.table = table = self.table.to(row_L.device)
         draft_K = torch.arange(self.most, device=row_L.device)
         length_L = step.columns["length"][row_L].long()
-        text_L = step.columns["text"][row_L].long().clamp(0, len(table) - 1)
+        text_L = step.columns["text"][row_L].long()
         place_LK = (length_L[:, None] + draft_K).clamp(max=table.shape[1] - 1)
         count_L = torch.full_like(row_L, self.most) if self.counts is None else self.counts(length_L)
         return Drafts(table[text_L[:, None], place_LK], count_L.int())

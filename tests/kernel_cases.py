@@ -6,13 +6,16 @@ Whatever a kernel must not read is NaN: unused places of the pool, the null bloc
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
+import numpy as np
 import torch
 
 from slipstream.kernels.attention_common import LayerAttention
 from slipstream.kernels.paged import PagedLanes, PagedPool
 from slipstream.kernels.qkv_write import HeadPrep
+from slipstream.rows.doors import PackedWrites
 
 Tensor = torch.Tensor
 
@@ -165,3 +168,18 @@ def with_float8_pool(case: AttentionCase, k_scale: float, v_scale: float) -> Att
         for each, scale in ((case.k_all, k_scale), (case.v_all, v_scale))
     )
     return replace(case, pool=PagedPool(*stored, k_scale, v_scale), k_all=k_all, v_all=v_all)
+
+
+def fill_writes(
+    writes: PackedWrites, draw: np.random.Generator, size: int, count: int, spans: Sequence[int]
+) -> None:
+    """Anew: spans of these lengths, one after the other with gaps between, and `count` single words beyond
+    them, below `size`."""
+    writes.clear()
+    end = 0
+    for length in spans:
+        assert writes.add_span(end, draw.integers(0, 1 << 30, length, dtype=np.int32))
+        end += length + 3
+    places = (end + draw.permutation(size - end)[:count]).astype(np.int32)
+    assert writes.add_cells(places, draw.integers(0, 1 << 30, count, dtype=np.int32))
+    writes.seal()

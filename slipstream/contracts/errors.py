@@ -26,7 +26,7 @@ class EngineError(RuntimeError):
 
 
 class EngineDeadError(EngineError):
-    """The engine process ended and cannot take requests."""
+    """The engine has ended or was closed, and cannot take requests."""
 
 
 class CrashLoopError(EngineDeadError):

@@ -16,7 +16,6 @@ from collections.abc import Sequence
 from slipstream.config.executor import executor_choice
 from slipstream.config.explanation import LOG_COLUMNS, Explanation, plain
 from slipstream.config.plan import Choice, EnginePlan
-from slipstream.contracts.errors import EngineError
 from slipstream.contracts.limits import ModelLimits
 from slipstream.contracts.outputs import EngineOutputs
 from slipstream.contracts.request import EngineRequest
@@ -190,8 +189,8 @@ class EngineCore:
 
     def close(self) -> None:
         """Wait for the steps in flight, end who computes, write the trace."""
-        with contextlib.suppress(EngineError):  # nobody waits for news any more
-            while self._flight:
+        while self._flight:
+            with contextlib.suppress(Exception):  # nobody waits for news any more
                 self._flight.popleft()[0].wait()
         self._executor.close()
         self._grammars.shut_down()

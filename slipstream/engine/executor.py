@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import gc
 import os
+import weakref
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -123,6 +125,12 @@ class InlineExecutor:
         free_caches(self.runner)
 
     def close(self) -> None:
-        self.runner.close()
+        left, runner = weakref.ref(self.runner), self.runner
         self.runner = ClosedRunner()  # nobody else holds it
-        return_memory()
+        try:
+            runner.close()
+        finally:
+            del runner
+            if left() is not None:  # but the error of a step that failed
+                gc.collect()
+            return_memory()

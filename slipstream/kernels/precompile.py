@@ -45,7 +45,8 @@ def is_listing() -> bool:
 
 
 class _Zeros(TorchFunctionMode):
-    """What would be written by kernels reads as zeros, which are valid as tokens, positions and indices."""
+    """What would be written by kernels reads as zeros, which are valid as tokens, positions and indices: in
+    tensors that are made as the package makes them."""
 
     def __torch_function__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         return _FILLED.get(function, function)(*args, **(kwargs or {}))

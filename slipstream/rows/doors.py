@@ -7,6 +7,7 @@ A buffer is reused only after the event of its last reader (its ticket): queue d
 from __future__ import annotations
 
 import functools
+import operator
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Generic, TypeVar
@@ -15,7 +16,7 @@ import numpy as np
 import torch
 
 from slipstream.kernels.commit import CommitRecord, CommitRing
-from slipstream.kernels.scatter import HEAD, scatter_words
+from slipstream.kernels.scatter import Packer, Room, scatter_writes, span_room
 from slipstream.rows.stream import Ticket
 
 Array = np.ndarray
@@ -27,124 +28,125 @@ class Ring(Generic[T]):
     """Buffers taken in turn; take() waits for the last reader of the buffer it hands out."""
 
     def __init__(self, make: Callable[[], T], slots: int) -> None:
-        self._items = [make() for _ in range(slots)]
+        self.items = [make() for _ in range(slots)]
         self._tickets: list[Ticket | None] = [None] * slots
         self._next = 0
 
     def take(self) -> tuple[int, T]:
         """A free buffer and the slot to give its ticket to."""
         slot = self._next
-        self._next = (slot + 1) % len(self._items)
+        self._next = (slot + 1) % len(self.items)
         ticket = self._tickets[slot]
         if ticket is not None:
             ticket.wait()
             self._tickets[slot] = None
-        return slot, self._items[slot]
-
-    def replace(self, slot: int, item: T) -> None:
-        self._items[slot] = item
+        return slot, self.items[slot]
 
     def give_ticket(self, slot: int, event: Ticket) -> None:
         self._tickets[slot] = event
 
     def reset(self) -> None:
         """Nothing is in flight: the next to be taken is the first."""
-        self._tickets, self._next = [None] * len(self._items), 0
+        self._tickets, self._next = [None] * len(self.items), 0
 
 
-class PackedWords:
-    """What kernels/scatter.py reads, and the host's views of it: count_1, place and word, int32 arrays of 1,
-    C and C numbers, C = most. replay: the scatter as a CUDA graph, if somebody has captured it."""
+class PackedWrites(Packer):
+    """Staged writes, in memory that is pinned for a CUDA device. replay: their scatter as a CUDA graph, if
+    somebody has captured it."""
 
-    def __init__(self, most: int, pinned: bool) -> None:
-        self.packed = torch.zeros(HEAD + 2 * most, dtype=torch.int32, pin_memory=pinned)
-        host = self.packed.numpy()
-        self.count_1, self.place, self.word = host[:1], host[HEAD : HEAD + most], host[HEAD + most :]
+    def __init__(self, room: Room, pinned: bool) -> None:
+        self._packed = torch.zeros(room.size, dtype=torch.int32, pin_memory=pinned)
+        super().__init__(self._packed.numpy(), room)
         self.replay: Callable[[], None] | None = None
-
-    def grown(self, filled: int, needed: int) -> PackedWords:
-        """Room for `needed` and as many again, with the first `filled` of these."""
-        larger = PackedWords(2 * needed, self.packed.is_pinned())
-        larger.place[:filled], larger.word[:filled] = self.place[:filled], self.word[:filled]
-        return larger
 
     def scatter(self, arena: Tensor) -> None:
         """Runs on the stream: what stands here then."""
-        scatter_words(arena, self.packed)
+        scatter_writes(arena, self._packed, self.room)
 
 
 @dataclass(slots=True)
 class StagedWrites:
-    """What one flush staged: a buffer of the ring, valid until the event given to `done_by`."""
+    """What one flush staged: buffers of the ring, valid until the event given to `done_by`."""
 
-    ring: Ring[PackedWords]
+    ring: Ring[list[PackedWrites]]
     slot: int
-    words: PackedWords
+    buffers: list[PackedWrites]
 
     def apply(self, arena: Tensor) -> None:
         """Runs on the stream."""
         if not self.replay():
-            self.words.scatter(arena)
+            for buffer in self.buffers:
+                buffer.scatter(arena)
 
     def replay(self) -> bool:
         """The same by a graph; False, and nothing is done, where there is none."""
-        if self.words.replay is not None:
-            self.words.replay()
-        return self.words.replay is not None
+        replay = self.buffers[0].replay
+        if replay is None or len(self.buffers) > 1:
+            return False
+        replay()
+        return True
 
     def done_by(self, event: Ticket) -> None:
         self.ring.give_ticket(self.slot, event)
 
 
 class InDoor:
-    """Collects words on the host between flushes. No place is written twice in one flush: the order is not
-    kept.
+    """Collects writes on the host between flushes. No place is written twice in one flush: the order is not
+    kept. room: of a buffer. What it cannot hold goes into another, for this flush alone.
 
     Not thread-safe: the engine's thread owns it.
     """
 
-    def __init__(self, slots: int, pinned: bool, most: int = 1 << 16) -> None:
-        self._buffers = [PackedWords(most, pinned) for _ in range(slots)]
-        self._ring = Ring(iter(self._buffers).__next__, slots)
-        self._slot, self._words, self._count = 0, self._buffers[0], 0
+    def __init__(self, slots: int, pinned: bool, room: Room) -> None:
+        self._ring = Ring(lambda: [PackedWrites(room, pinned)], slots)
+        self._pinned, self._room = pinned, room
+        self._slot = 0
+        self._open: list[PackedWrites] = []
+        self._last = self._none = PackedWrites(Room(0, 0, 0), False)  # nothing fits
 
     def span(self, dst: int, values: Array) -> None:
         """Stage int32 values for arena[dst : dst + len(values)]."""
-        self.cells(np.arange(dst, dst + len(values), dtype=np.int32), values)
+        if len(values) and not self._last.add_span(dst, values):
+            self._another(span_room(len(values))).add_span(dst, values)
 
     def cells(self, dst: Array, values: Array) -> None:
         """Stage single words: arena[dst[i]] = values[i]; integers, values int32."""
-        if not len(values):
-            return
-        if not self._count:
-            self._slot, self._words = self._ring.take()
-        first, self._count = self._count, self._count + len(values)
-        if self._count > len(self._words.place):
-            self._words = self._words.grown(first, self._count)
-            self._ring.replace(self._slot, self._words)
-        self._words.place[first : self._count] = dst
-        self._words.word[first : self._count] = values
+        if len(values) and not self._last.add_cells(dst, values):
+            self._another(Room(len(values), 0, 0)).add_cells(dst, values)
+
+    def _another(self, needed: Room) -> PackedWrites:
+        """A buffer that has so much room: the slot's own, or behind those that are full."""
+        if not self._open:
+            self._slot, self._open = self._ring.take()
+            del self._open[1:]
+            self._last = self._open[0]
+            self._last.clear()
+            if all(map(operator.le, needed, self._room)):
+                return self._last
+        self._open.append(PackedWrites(Room(*map(max, needed, self._room)), self._pinned))
+        self._last = self._open[-1]
+        return self._last
 
     def flush(self) -> StagedWrites | None:
         """What was staged, None if nothing was. The caller gives the ticket of the step that applies it."""
-        if not self._count:
-            return None
-        self._words.count_1[0], self._count = self._count, 0
-        return StagedWrites(self._ring, self._slot, self._words)
+        buffers, self._open, self._last = self._open, [], self._none
+        for buffer in buffers:
+            buffer.seal()
+        return StagedWrites(self._ring, self._slot, buffers) if buffers else None
 
     def launch(self, arena: Tensor) -> None:
         """On the stream, before anything is staged: a scatter of nothing, so that its kernel is there."""
-        self._buffers[0].scatter(arena)
+        self._ring.items[0][0].scatter(arena)
 
     def capture(self, arena: Tensor, capture: Callable[[Callable[[], None]], Callable[[], None]]) -> None:
         """capture: makes a graph of what a function launches, and returns what replays it."""
-        for words in self._buffers:
-            words.replay = capture(functools.partial(words.scatter, arena))
+        for buffer, *_ in self._ring.items:
+            buffer.replay = capture(functools.partial(buffer.scatter, arena))
 
     def reset(self) -> None:
         """Nothing is in flight, and what was staged is forgotten."""
         self._ring.reset()
-        self._count = 0
+        self._open, self._last = [], self._none
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,8 +1,8 @@
 """The fixed table of request rows on the device. Rows live, batches die; nothing is compacted or reordered.
 
 Every column is 32-bit words in one flat arena: the record of scalars [R, W], then list columns [R, width],
-then the lane arrays of the current step. So any host change is a span of words, and admission writes a row in
-a few spans. Row `num_rows - 1` is the padding row: never alive, its blocks are the null block.
+then the lane arrays of the current step. So any host change is words or spans of them, and admission writes
+a row in a few spans. Row `num_rows - 1` is the padding row: never alive, its blocks are the null block.
 
 Legend: R rows (with the padding row), W scalar columns, L lanes.
 """
@@ -16,6 +16,7 @@ import torch
 
 from slipstream.contracts import limits
 from slipstream.contracts.step import Admission, StepPlan
+from slipstream.kernels.scatter import CHUNK, Room
 from slipstream.rows.columns import LEGAL, Column, blocks_width
 from slipstream.rows.doors import InDoor, StagedWrites
 
@@ -23,6 +24,7 @@ Array = np.ndarray
 Tensor = torch.Tensor
 
 NULL_BLOCK = 0
+MANY_WORDS, MOST_MASK_WORDS = 1 << 16, 1 << 21
 
 
 def base_columns(max_model_len: int, max_blocks: int) -> tuple[Column, ...]:
@@ -105,8 +107,14 @@ class RowTable:
         self._defaults = np.zeros(width, np.int32)
         for column in self._scalars:
             self._defaults[self._slot_of[column.name]] = _word(column, column.default)
-        # Room for the longest prompt and many others; one more is kept in a larger buffer.
-        self.door = InDoor(flush_slots, device.type == "cuda", (1 << 16) + max_model_len)
+        self.door = InDoor(flush_slots, device.type == "cuda", self._room_of_writes())
+
+    def _room_of_writes(self) -> Room:
+        """For what a step mostly writes: prompts, the longest among them, masks of all rows, a few numbers a
+        row."""
+        legal = self._column[LEGAL].width if LEGAL in self._column else 0
+        words = MANY_WORDS + self.max_model_len + min(self.num_rows * legal, MOST_MASK_WORDS)
+        return Room(cells=8 * self.num_rows, chunks=16 * self.num_rows + words // CHUNK, words=words)
 
     def _views(self, width: int) -> dict[str, Tensor]:
         record = self.arena[: self.num_rows * width].view(self.num_rows, width)

@@ -90,10 +90,10 @@ def test_what_graphs_read_and_write_never_moves(model):
         tensors = [runner.table.arena, *runner.table.columns.values(), *runner.table.lanes.values()]
         tensors += [each for pool in tick._attention.pools for each in (pool.keys, pool.values)]
         tensors += [tick._ring.memory_S3L, tick._ring.turn_2, tick._hidden_TH]
-        staged = runner.table.door._ring._items
-        tensors += [words.packed for words in staged]
+        staged = [buffers[0] for buffers in runner.table.door._ring.items]
+        tensors += [buffer._packed for buffer in staged]
         graphs = {shape: id(graph) for shape, graph in tick.graphs.items()}
-        return [each.data_ptr() for each in tensors], graphs, [id(words.replay) for words in staged]
+        return [each.data_ptr() for each in tensors], graphs, [id(buffer.replay) for buffer in staged]
 
     before = addresses()
     for kind in KINDS.values():

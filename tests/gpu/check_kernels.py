@@ -27,7 +27,7 @@ ROOT = Path(__file__).parents[2]
 sys.path[:0] = [str(ROOT), str(ROOT / "tests"), str(ROOT / "tests" / "interpreter")]
 
 import time_kernels  # noqa: E402
-from kernel_cases import AttentionCase, attention_case, with_float8_pool  # noqa: E402
+from kernel_cases import AttentionCase, attention_case, fill_writes, with_float8_pool  # noqa: E402
 
 from slipstream.kernels import (  # noqa: E402
     commit,
@@ -45,7 +45,7 @@ from slipstream.kernels.attention_common import LayerAttention  # noqa: E402
 from slipstream.kernels.decode_config import DecodeConfig, DecodeScratch, choose_decode  # noqa: E402
 from slipstream.kernels.precompile import Workers, is_listing, list_launches  # noqa: E402
 from slipstream.kernels.varlen_attention import VarlenConfig, choose_varlen, list_tiles  # noqa: E402
-from slipstream.rows.doors import PackedWords  # noqa: E402
+from slipstream.rows.doors import PackedWrites  # noqa: E402
 from slipstream.runner.graphs import captured  # noqa: E402
 
 CUDA = torch.device("cuda")
@@ -207,18 +207,19 @@ def step_kernels_error() -> float:
         torch.cuda.synchronize()
         assert all(torch.equal(pinned[i].to(CUDA), getattr(records[1], f.name)) for i, f in
                    enumerate(fields(records[1]))), "the pinned record differs"
-    words, draw = PackedWords(80_000, pinned=True), np.random.default_rng(3)
+    writes = PackedWrites(scatter.Room(50_000, 1000, 200_000), pinned=True)
+    draw = np.random.default_rng(3)
     arenas = torch.full((2, 300_000), -5, dtype=torch.int32, device=CUDA).unbind()
-    words.scatter(arenas[0])
+    writes.scatter(arenas[0])
     torch.cuda.synchronize()
     with torch.cuda.stream(torch.cuda.Stream()):
-        replay = captured(lambda: words.scatter(arenas[0]), CUDA)[0].replay
-        for count in (1, 700, 0, 80_000, 33):  # what the host has written anew, by the same graph
-            words.place[:] = draw.permutation(len(arenas[0]))[: len(words.place)]
-            words.word[:] = draw.integers(0, 1 << 30, len(words.word))
-            words.count_1[0] = count
+        replay = captured(lambda: writes.scatter(arenas[0]), CUDA)[0].replay
+        # What the host has written anew, by the same graph.
+        spans = (), (1, 40_000), (60,) * 700, (), (4748,) * 40
+        for count, lengths in zip((1, 700, 0, 50_000, 33), spans, strict=True):
+            fill_writes(writes, draw, len(arenas[0]), count, lengths)
             replay()
-            scatter.scatter_words_reference(arenas[1], words.packed)
+            scatter.scatter_writes_reference(arenas[1], writes._packed, writes.room)
             torch.cuda.synchronize()
             assert torch.equal(*arenas), "arenas differ"
     return 0.0

@@ -6,11 +6,12 @@ from dataclasses import fields
 import numpy as np
 import pytest
 import torch
+from kernel_cases import fill_writes
 
 from slipstream.kernels.commit import CommitRecord, CommitRing, commit_step, commit_step_reference
-from slipstream.kernels.scatter import scatter_words, scatter_words_reference
+from slipstream.kernels.scatter import Room, scatter_writes_reference
 from slipstream.kernels.step_inputs import build_step_inputs, build_step_inputs_reference
-from slipstream.rows.doors import PackedWords
+from slipstream.rows.doors import PackedWrites
 
 ROWS, LEN, BLOCK, ENDS = 40, 50, 4, 5
 
@@ -102,17 +103,15 @@ def test_commit_equals_the_reference(seed, sampling):
         assert torch.equal(got_rows[name][:-1], view[:-1]), name
 
 
-@pytest.mark.parametrize("count,most", [(0, 1), (1, 1), (3000, 4000), (40_000, 40_000)])
-def test_scatter_equals_the_reference(count, most):
-    words, size = PackedWords(most, pinned=False), 50_000
-    draw = np.random.default_rng(count)
-    words.place[:], words.word[:] = draw.permutation(size)[:most], draw.integers(0, 1 << 30, most)
-    words.count_1[0] = count
-    arenas = torch.full((2, size), -5, dtype=torch.int32).unbind()
-    scatter_words(arenas[0], words.packed)
-    scatter_words_reference(arenas[1], words.packed)
+@pytest.mark.parametrize("count,spans", [(0, ()), (1, (1,)), (40_000, (1, 20_000, 3)), (7, (2048, 90) * 40)])
+def test_scatter_equals_the_reference(count, spans):
+    arenas = torch.full((2, sum(spans) + 50_000), -5, dtype=torch.int32).unbind()
+    writes = PackedWrites(Room(40_000, 90, 90_000), pinned=False)
+    fill_writes(writes, np.random.default_rng(count), len(arenas[0]), count, spans)
+    writes.scatter(arenas[0])
+    scatter_writes_reference(arenas[1], writes._packed, writes.room)
     assert torch.equal(*arenas)
-    assert int((arenas[0] != -5).sum()) == count
+    assert int((arenas[0] != -5).sum()) == count + sum(spans)
 
 
 def test_records_of_a_ring_are_written_in_turn():

@@ -97,7 +97,8 @@ def test_the_script_runs_both_engines_and_stores_one_file_a_model(tmp_path: Path
             assert [(row["load"], row["ratio"], row["price"]) for row in record["variant_rows"][name]] == [
                 (load, ratio, price) for load in ("startup", "bs1", "nano")
             ]
-        assert record["command"] == f"VARIANTS='flash invariant' benchmarks/gpu.sh {record['model']}"
+        asked = "VARIANTS='flash invariant' LOADS=bs1,nano"
+        assert record["command"] == f"{asked} benchmarks/gpu.sh {record['model']}"
         assert record["kernel_cache_at_first_start"] == "empty" and record["vllm"]["nano"]["seconds"] == 2.0
     assert "nano" in done.stdout and "price" in done.stdout
 

@@ -9,12 +9,13 @@ import torch
 from slipstream.contracts.request import EngineRequest
 from slipstream.contracts.sampling_params import SamplingParams
 from slipstream.contracts.step import Admission
-from slipstream.kernels.scatter import scatter_words
+from slipstream.kernels.scatter import CHUNK, Room
 from slipstream.rows.columns import Column
-from slipstream.rows.doors import InDoor, OutDoor, PackedWords, Ring
+from slipstream.rows.doors import InDoor, OutDoor, PackedWrites, Ring
 from slipstream.rows.stream import CpuStream
 from slipstream.rows.table import RowTable
 
+SOME = Room(100, 10, 1000)
 EXTRA = (Column("heat", "f32", default=0.5), Column("picks", width=6), Column("weights", "f32", width=3))
 
 
@@ -110,24 +111,57 @@ def test_a_list_that_is_too_long_for_its_column_is_caught():
 
 
 @pytest.mark.parametrize("seed", range(5))
-def test_scatter_puts_every_counted_word_in_its_place_and_no_other(seed):
+def test_scatter_puts_words_and_spans_in_their_places_and_nothing_else(seed):
     rng = np.random.default_rng(seed)
-    arena = torch.from_numpy(rng.integers(-9, 9, 500).astype(np.int32))
-    expected, words = arena.numpy().copy(), PackedWords(300, pinned=False)
-    words.place[:], words.word[:] = rng.permutation(500)[:300], rng.integers(100, 1000, 300)
-    for count in (300, 0, 17):
-        words.count_1[0] = count
-        words.word[:count] += 1000
-        for place, word in zip(words.place[:count], words.word[:count], strict=True):
-            expected[place] = word
-        scatter_words(arena, words.packed)
+    size = 5 * CHUNK
+    arena = torch.from_numpy(rng.integers(-9, 9, size).astype(np.int32))
+    expected, writes = arena.numpy().copy(), PackedWrites(Room(300, 9, 3 * CHUNK), pinned=False)
+    for spans in ((CHUNK + 7, 1, CHUNK), (), (3, 2 * CHUNK)):
+        writes.clear()
+        free = rng.permutation(np.arange(4 * CHUNK, size))
+        start = 0
+        for length in spans:
+            values = rng.integers(100, 1000, length).astype(np.int32)
+            assert writes.add_span(start, values)
+            expected[start : start + length] = values
+            start += length + 5
+        for count in (40, 1, 17):
+            places, free = free[:count], free[count:]
+            values = rng.integers(100, 1000, count).astype(np.int32)
+            assert writes.add_cells(places, values)
+            expected[places] = values
+        writes.seal()
+        writes.scatter(arena)
         assert arena.tolist() == expected.tolist()
+
+
+def test_a_packed_buffer_takes_what_fits_and_nothing_else():
+    writes = PackedWrites(Room(3, 3, 2 * CHUNK), pinned=False)
+    arena = torch.zeros(3 * CHUNK, dtype=torch.int32)
+
+    def span(length, dst=0):
+        return writes.add_span(dst, np.ones(length, np.int32))
+
+    def cells(count):
+        return writes.add_cells(np.arange(count), np.ones(count, np.int32))
+
+    assert not span(2 * CHUNK + 1) and not cells(4)
+    assert span(CHUNK + 1) and not span(CHUNK, 9), "there are words for less"
+    assert span(1, CHUNK + 1) and not span(1, 9), "there are three chunks"
+    assert cells(2) and not cells(2) and cells(1)
+    writes.scatter(arena)
+    assert not arena.any(), "not sealed"
+    writes.seal()
+    writes.scatter(arena)
+    assert arena.tolist() == [1] * (CHUNK + 2) + [0] * (2 * CHUNK - 2)
+    writes.clear()
+    assert span(2 * CHUNK) and cells(3)
 
 
 def test_a_staging_buffer_is_not_reused_before_its_last_reader_is_done():
     """The stream is held back while more flushes come than there are buffers; every one must arrive
     unharmed."""
-    door, stream = InDoor(2, pinned=False), CpuStream()
+    door, stream = InDoor(2, False, SOME), CpuStream()
     arena = torch.zeros(64, dtype=torch.int32)
     gate = threading.Event()
     stream.submit(gate.wait)
@@ -148,19 +182,42 @@ def test_a_staging_buffer_is_not_reused_before_its_last_reader_is_done():
     assert [t.unique().tolist() for t in seen] == [[value] for value in range(1, 9)]
 
 
-def test_a_flush_larger_than_the_buffer_grows_it():
-    door = InDoor(1, pinned=False, most=4)
-    arena = torch.zeros(100, dtype=torch.int32)
-    door.span(10, np.arange(3, dtype=np.int32))
-    door.span(13, np.arange(3, 50, dtype=np.int32))
-    door.cells(np.array([0, 99]), np.array([7, 8], np.int32))
+def test_what_a_buffer_cannot_hold_goes_into_another_for_once(monkeypatch):
+    door, arena, made = InDoor(1, False, Room(2, 2, 8)), torch.zeros(100, dtype=torch.int32), []
+    make = PackedWrites.__init__
+    monkeypatch.setattr(PackedWrites, "__init__", lambda *args: (made.append(args[1]), make(*args))[1])
+    for turn, many in enumerate((True, False, True)):
+        base = 100 * turn
+        door.span(10, np.arange(base, base + 3, dtype=np.int32))
+        if many:
+            door.span(13, np.arange(base + 3, base + 50, dtype=np.int32))
+        door.cells(np.array([0, 99]), np.array([base, base + 8], np.int32))
+        door.flush().apply(arena)
+        length = 50 if many else 3
+        assert arena[10 : 10 + length].tolist() == list(range(base, base + length))
+        assert (arena[0], arena[99]) == (base, base + 8)
+    assert made == [Room(2, 2, 47)] * 2, "and none for what fits"
+    assert [len(buffers) for buffers in door._ring.items] == [2], "the last one's, until its slot is taken"
+
+
+def test_a_write_that_finds_no_memory_leaves_the_door_as_it_was(monkeypatch):
+    door, arena = InDoor(2, False, Room(2, 2, 8)), torch.zeros(100, dtype=torch.int32)
+    door.span(0, np.array([1, 2], np.int32))
+
+    def fail(*_):
+        raise MemoryError("pinned memory")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(PackedWrites, "__init__", fail)
+        with pytest.raises(MemoryError):
+            door.span(10, np.ones(50, np.int32))
+    door.cells(np.array([5]), np.array([3], np.int32))
     door.flush().apply(arena)
-    assert arena[10:60].tolist() == list(range(50))
-    assert (arena[0], arena[99]) == (7, 8)
+    assert arena[:6].tolist() == [1, 2, 0, 0, 0, 3] and not arena[6:].any()
 
 
-def test_writes_replay_what_was_captured_of_their_buffer_until_it_grows():
-    door, arena, replayed = InDoor(2, pinned=False, most=4), torch.zeros(20, dtype=torch.int32), []
+def test_writes_replay_what_was_captured_of_their_buffer():
+    door, arena, replayed = InDoor(2, False, Room(4, 1, 4)), torch.zeros(20, dtype=torch.int32), []
     door.launch(arena)
     assert not arena.any()
 
@@ -176,9 +233,9 @@ def test_writes_replay_what_was_captured_of_their_buffer_until_it_grows():
         writes = door.flush()
         writes.apply(arena)
         assert arena[turn : turn + len(values)].tolist() == values
-        # The fourth was too many for the second buffer: nobody has captured the larger one.
-        assert writes.replay() is (turn not in (3, 5))
-    assert sorted(set(replayed)) == [0, 1]
+        # The fourth was too many for a buffer: nobody has captured the one beside it.
+        assert writes.replay() is (turn != 3)
+    assert replayed == [0, 0, 1, 1, 0, 0, 0, 0, 1, 1], "by apply and by the test"
 
 
 def test_a_ring_hands_out_its_items_in_turn_after_their_tickets():
@@ -206,7 +263,7 @@ def test_doors_begin_anew_after_a_step_that_failed():
         def wait(self):
             raise MemoryError("a step of before")
 
-    door = InDoor(slots=3, pinned=False)
+    door = InDoor(3, False, SOME)
     with torch.inference_mode():  # as the runner is built
         out = OutDoor(2, 4, torch.device("cpu"))
     for _ in range(2):
@@ -217,6 +274,9 @@ def test_doors_begin_anew_after_a_step_that_failed():
     door.reset()
     out.reset()
     assert door.flush() is None, "what was staged for the rows of before"
+    for slot in range(3):  # in turn from the first, and waiting for no step of before
+        door.span(0, np.arange(3, dtype=np.int32))
+        assert door.flush().slot == slot
     assert out.ring.take()[0] == 0
 
 
