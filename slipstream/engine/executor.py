@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import gc
 import os
-import weakref
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -125,12 +123,8 @@ class InlineExecutor:
         free_caches(self.runner)
 
     def close(self) -> None:
-        left, runner = weakref.ref(self.runner), self.runner
-        self.runner = ClosedRunner()  # nobody else holds it
         try:
-            runner.close()
+            self.runner.close()
         finally:
-            del runner
-            if left() is not None:  # but the error of a step that failed
-                gc.collect()
+            self.runner = ClosedRunner()  # nobody else holds it
             return_memory()

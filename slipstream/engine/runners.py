@@ -103,10 +103,11 @@ def free_caches(runner: Runner) -> None:
 
 
 def return_memory() -> None:
-    """To the device, what torch keeps of it and no tensor uses."""
+    """To a GPU, what no tensor uses. An error of a step may be left, whose frames have tensors."""
     import torch
 
     if torch.cuda.is_initialized():  # type: ignore[no-untyped-call]
+        gc.collect()
         torch.cuda.empty_cache()
 
 
