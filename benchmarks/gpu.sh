@@ -65,6 +65,7 @@ for model in "$@"; do
     elif run vllm "$peer" "$model" "$loads" "$scratch/theirs" --runner 1; then
         logs+=(--theirs "$scratch/theirs")
     fi
+    command="${VARIANTS:+VARIANTS='$VARIANTS' }${LOADS:+LOADS=$LOADS }benchmarks/gpu.sh $name"
     PYTHONPATH=$root "$python" "$root/benchmarks/gpu_table.py" "$name" "${logs[@]}" --cache "$cache" \
-        --command "${VARIANTS:+VARIANTS='$VARIANTS' }${LOADS:+LOADS=$LOADS }benchmarks/gpu.sh $name" --json "$results/gpu_$name.json"
+        --command "$command" --json "$results/gpu_$name.json"
 done

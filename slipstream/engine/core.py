@@ -6,7 +6,6 @@ core.
 
 from __future__ import annotations
 
-import contextlib
 import dataclasses
 import logging
 import time
@@ -190,8 +189,11 @@ class EngineCore:
     def close(self) -> None:
         """Wait for the steps in flight, end who computes, write the trace."""
         while self._flight:
-            with contextlib.suppress(Exception):  # nobody waits for news any more
-                self._flight.popleft()[0].wait()
+            handle, _ = self._flight.popleft()
+            try:
+                handle.wait()
+            except Exception as error:  # nobody waits for its news any more
+                log.warning("step %d failed while the engine was closed: %s", handle.step, str(error))
         self._executor.close()
         self._grammars.shut_down()
         self._tracer.close()

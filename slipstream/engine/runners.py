@@ -98,16 +98,18 @@ def free_caches(runner: Runner) -> None:
     """After a step that lacked memory, with nothing in flight: give back what no tensor holds."""
     if isinstance(runner, Resettable):
         runner.reset()
-    gc.collect()
-    return_memory()
+    return_memory(collect=True)
 
 
-def return_memory() -> None:
-    """To a GPU, what no tensor uses. An error of a step may be left, whose frames have tensors."""
+def return_memory(*, collect: bool = False) -> None:
+    """To a GPU, what no tensor uses. An error of a step may be left, whose frames have tensors: collect them
+    on a CPU too."""
     import torch
 
-    if torch.cuda.is_initialized():  # type: ignore[no-untyped-call]
+    on_gpu: bool = torch.cuda.is_initialized()  # type: ignore[no-untyped-call]
+    if collect or on_gpu:
         gc.collect()
+    if on_gpu:
         torch.cuda.empty_cache()
 
 

@@ -57,7 +57,7 @@ class Packer:
     def __init__(self, host: np.ndarray, room: Room) -> None:
         self.room, self._counts = room, host[:2]
         (self._place, self._word), (self._dst, self._start, self._length), self._words = room.split(host)
-        self._num_cells = self._num_chunks = self._num_words = 0
+        self.clear()
 
     def clear(self) -> None:
         self._num_cells = self._num_chunks = self._num_words = 0

@@ -101,17 +101,16 @@ class InDoor:
         self._ring = Ring(lambda: [PackedWrites(room, pinned)], slots)
         self._pinned, self._room = pinned, room
         self._slot = 0
-        self._open: list[PackedWrites] = []
-        self._last = self._none = PackedWrites(Room(0, 0, 0), False)  # nothing fits
+        self._open: list[PackedWrites] = []  # all but the last are full
 
     def span(self, dst: int, values: Array) -> None:
         """Stage int32 values for arena[dst : dst + len(values)]."""
-        if len(values) and not self._last.add_span(dst, values):
+        if len(values) and not (self._open and self._open[-1].add_span(dst, values)):
             self._another(span_room(len(values))).add_span(dst, values)
 
     def cells(self, dst: Array, values: Array) -> None:
         """Stage single words: arena[dst[i]] = values[i]; integers, values int32."""
-        if len(values) and not self._last.add_cells(dst, values):
+        if len(values) and not (self._open and self._open[-1].add_cells(dst, values)):
             self._another(Room(len(values), 0, 0)).add_cells(dst, values)
 
     def _another(self, needed: Room) -> PackedWrites:
@@ -119,17 +118,15 @@ class InDoor:
         if not self._open:
             self._slot, self._open = self._ring.take()
             del self._open[1:]
-            self._last = self._open[0]
-            self._last.clear()
+            self._open[0].clear()
             if all(map(operator.le, needed, self._room)):
-                return self._last
+                return self._open[0]
         self._open.append(PackedWrites(Room(*map(max, needed, self._room)), self._pinned))
-        self._last = self._open[-1]
-        return self._last
+        return self._open[-1]
 
     def flush(self) -> StagedWrites | None:
         """What was staged, None if nothing was. The caller gives the ticket of the step that applies it."""
-        buffers, self._open, self._last = self._open, [], self._none
+        buffers, self._open = self._open, []
         for buffer in buffers:
             buffer.seal()
         return StagedWrites(self._ring, self._slot, buffers) if buffers else None
@@ -146,7 +143,7 @@ class InDoor:
     def reset(self) -> None:
         """Nothing is in flight, and what was staged is forgotten."""
         self._ring.reset()
-        self._open, self._last = [], self._none
+        self._open = []
 
 
 @dataclass(frozen=True, slots=True)

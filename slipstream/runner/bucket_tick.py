@@ -34,6 +34,7 @@ from slipstream.runner.tick import (
     TickOutput,
     attention_of,
     begin_step,
+    clears_blocks,
     commit_to,
     inputs_of,
 )
@@ -78,9 +79,9 @@ class BucketTick:
     def run(self, work: StepWork) -> TickOutput:
         """One step on the stream: a graph of the staged writes, if any, and one of the step."""
         lanes: BucketLanes = work.lanes
-        clears = self._attention.reads_whole_blocks and len(work.fresh_blocks) > 0
-        plain = lanes.num_logprobs < 0 and not work.prompt_scores and not clears
-        if plain and lanes.shape in self.graphs and (work.writes is None or work.writes.replay()):
+        extra = lanes.num_logprobs >= 0 or work.prompt_scores or clears_blocks(work, self._attention)
+        ready = not extra and lanes.shape in self.graphs
+        if ready and (work.writes is None or work.writes.replay()):
             self.launch(lanes.shape)
             return NOTHING
         with torch.inference_mode():

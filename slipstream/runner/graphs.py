@@ -7,7 +7,7 @@ What is captured has run before: kernels are compiled, libraries have their hand
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Sequence
 from typing import Any, TypeVar
 
 import torch
@@ -29,9 +29,8 @@ def captured(launch: Callable[[], T], device: torch.device, pool: Pool = None) -
 
 
 def capture_all(
-    shapes: Iterable[Shape], body: Callable[[Shape], T], device: torch.device
+    shapes: Sequence[Shape], body: Callable[[Shape], T], device: torch.device
 ) -> dict[Shape, Captured[T]]:
     """Of each of these shapes, the largest first."""
-    shapes = list(shapes)
     pool = torch.cuda.graph_pool_handle() if shapes else None
     return {shape: captured(functools.partial(body, shape), device, pool) for shape in shapes}

@@ -95,8 +95,13 @@ def begin_step(work: StepWork, table: RowTable, attention: AttentionBackend) -> 
     """What comes before a step's inputs: the host's writes, and blocks that may hold another's numbers."""
     if work.writes is not None:
         work.writes.apply(table.arena)
-    if attention.reads_whole_blocks and len(work.fresh_blocks):
+    if clears_blocks(work, attention):
         attention.clear(from_host(work.fresh_blocks, table.device).long())
+
+
+def clears_blocks(work: StepWork, attention: AttentionBackend) -> bool:
+    """Whether there are blocks that may hold another's numbers, and these are read."""
+    return attention.reads_whole_blocks and len(work.fresh_blocks) > 0
 
 
 def attention_of(
