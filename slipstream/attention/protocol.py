@@ -30,7 +30,7 @@ class AttentionBatch:
     length_bound_L: host copies, int32 [L]; the first is exact, the second is an upper bound of length_L,
     exact for prefill lanes. Eager backends size their work by them; a captured backend must not read them.
     num_decode_lanes: what the host knows of; in a captured step all lanes or, where others are among them, 0.
-    decode_tokens: that a decode lane of a captured step has at most.
+    decode_tokens: that a decode lane has at most; eager backends read query_len_L instead.
     """
 
     query_start_L1: Tensor

@@ -80,8 +80,8 @@ class Batch:
     attention: AttentionBatch
 
 
-def build_batch(lanes: Sequence[Lane], num_decode_lanes: int, block_size: int, device: torch.device) -> Batch:
-    """num_decode_lanes: of these lanes, which they come first among."""
+def build_batch(lanes: Sequence[Lane], plan: StepPlan, block_size: int, device: torch.device) -> Batch:
+    """lanes: those of the plan that live."""
     tokens: list[int] = []
     positions: list[int] = []
     slots: list[int] = []
@@ -103,7 +103,8 @@ def build_batch(lanes: Sequence[Lane], num_decode_lanes: int, block_size: int, d
         blocks_RB=_padded([lane.request.blocks for lane in lanes], NULL_BLOCK).to(device),
         query_len_L=np.array([lane.query_len for lane in lanes], np.int32),
         length_bound_L=np.array(ends, np.int32),
-        num_decode_lanes=num_decode_lanes,
+        num_decode_lanes=sum(lane.index < plan.num_decode_lanes for lane in lanes),
+        decode_tokens=1 + plan.draft_tokens,
     )
     return Batch(torch.tensor(tokens, device=device), position_T, attention)
 

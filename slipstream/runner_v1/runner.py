@@ -83,8 +83,7 @@ class OldModelRunner:
         result = _nothing(plan)
         begin = end = time.perf_counter()
         if lanes:
-            num_decode_lanes = sum(lane.index < plan.num_decode_lanes for lane in lanes)
-            batch = build_batch(lanes, num_decode_lanes, self._block_size, self._device)
+            batch = build_batch(lanes, plan, self._block_size, self._device)
             begin = time.perf_counter()
             hidden_TH, aux_TX, logits_NV = self._forward(batch, lanes)
             self._score_prompts(lanes, hidden_TH, result)
