@@ -7,7 +7,6 @@ import pytest
 
 from slipstream import LLM, SamplingParams
 from slipstream.contracts.errors import EngineDeadError
-from slipstream.runner.tick import EagerTick
 
 PROMPT = {"prompt_token_ids": [5, 6, 7]}
 PARAMS = SamplingParams(max_tokens=9, detokenize=False, ignore_eos=True)
@@ -39,7 +38,8 @@ def test_a_closed_engine_has_given_its_memory_back_and_says_so(tiny_model):
 @pytest.mark.parametrize("ahead", [False, True])
 def test_closing_after_a_step_that_failed_is_no_other(tiny_model, monkeypatch, ahead):
     llm, parts = make(tiny_model, async_scheduling=ahead)
-    run, steps = EagerTick.run, []
+    tick = type(llm._client.core._executor.runner._tick)
+    run, steps = tick.run, []
 
     def fail(self, work):
         steps.append(work)
@@ -47,7 +47,7 @@ def test_closing_after_a_step_that_failed_is_no_other(tiny_model, monkeypatch, a
             raise ValueError("a kernel is broken")
         return run(self, work)
 
-    monkeypatch.setattr(EagerTick, "run", fail)
+    monkeypatch.setattr(tick, "run", fail)
     with pytest.raises(ValueError, match="a kernel is broken"):
         llm.generate(PROMPT, PARAMS, use_tqdm=False)
     steps.clear()

@@ -26,6 +26,7 @@ from slipstream.grammar import guidance
 NGRAM = {"method": "ngram", "num_speculative_tokens": 4, "prompt_lookup_min": 1}
 # Random weights would talk on for ever: texts are led to their ends.
 LEAD = {BYTE_ZERO + ord(char): bias for char, bias in {'"': 7, "}": 8, "]": 8, ",": 6, "n": 3}.items()}
+TIGHT = {"num_gpu_blocks_override": 260, "block_size": 4, "max_num_seqs": 48}
 ENGINES = {
     "steps in flight": {},
     "three steps in flight": {"max_steps_in_flight": 3},
@@ -33,8 +34,8 @@ ENGINES = {
     "runner v1": {"model_runner": "v1"},
     "n-gram drafts": {"speculative_config": NGRAM},
     "n-gram drafts by runner v1": {"speculative_config": NGRAM, "model_runner": "v1"},
-    "preemption": {"num_gpu_blocks_override": 80},
-    "drafts and preemption": {"num_gpu_blocks_override": 80, "speculative_config": NGRAM},
+    "preemption": TIGHT,
+    "drafts and preemption": {**TIGHT, "speculative_config": NGRAM},
 }
 LONG = {"max_position_embeddings": 2048}
 LIBRARIES = ["guidance", "xgrammar"]
