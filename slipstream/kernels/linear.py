@@ -74,9 +74,17 @@ SHARING_ROWS, SHARING_TILES = 8, 96
 # Inputs of a slab, and the elements of a weight up to which a layer counts as small.
 DEPTH, SMALL = 1024, 8 << 20
 VECTOR = LinearConfig("vector", rows=1, columns=8, depth=DEPTH, stages=3)
-# One tile for any count of rows, so that a row's sums never depend on the batch.
-INVARIANT = LinearConfig("tile", rows=64, columns=64, depth=128, stages=3)
+# Tiles that add up a row's products in one order, so that its sums never depend on the batch: 64 outputs an
+# instruction, one sum for all inputs. tests/gpu/check_invariance.py shows that they give the same bits.
+INVARIANT = (
+    LinearConfig("tile", rows=16, columns=64, depth=128, stages=5),
+    LinearConfig("tile", rows=64, columns=64, depth=128, stages=3),
+    LinearConfig("tile", rows=128, columns=128, depth=64, warps=8, stages=3),
+    LinearConfig("tile", rows=128, columns=256, depth=64, warps=16, stages=3),
+)
 INVARIANT_FLOAT32 = LinearConfig("tile", rows=32, columns=32, depth=32, stages=2)
+# Invariant tiles that keep most multiprocessors busy; rows of which there are enough for the largest ones.
+BUSY_TILES, LONG_STEP = 96, 4096
 # x * norm weight of float16 models: rows of large activations must not overflow before they are scaled.
 FLOAT16_SHRINK = 2.0**-6
 
@@ -85,10 +93,10 @@ def choose_linear_config(
     op: Op, rows: int, outputs: int, inputs: int, dtype: torch.dtype, invariant: bool = False
 ) -> LinearConfig | None:
     """How to multiply up to `rows` rows by a weight [outputs, inputs]; None where cuBLAS with kernels of its
-    own for norm, gate and addition measures better. invariant: the same choice for any rows, hence results
-    that are the same to the bit alone and in any batch."""
+    own for norm, gate and addition measures better. invariant: one whose results are the same to the bit
+    for any rows, alone and in any batch."""
     if invariant:
-        return INVARIANT_FLOAT32 if dtype == torch.float32 else INVARIANT
+        return INVARIANT_FLOAT32 if dtype == torch.float32 else _invariant_tile(rows, outputs)
     if dtype == torch.float32 or rows > MOST_ROWS:
         return None
     measured = MEASURED.get((op, outputs, inputs))
@@ -102,6 +110,18 @@ def choose_linear_config(
 
 # What follows extends the measured shapes to others: small layers gain from weights read straight into
 # registers, large ones stream at cuBLAS's speed from two rows on.
+
+
+def _invariant_tile(rows: int, outputs: int) -> LinearConfig:
+    """The largest that is not mostly padding and leaves few multiprocessors idle."""
+    few, some, many, most = INVARIANT
+    if rows >= LONG_STEP:
+        return most
+    for smaller, tile in ((some, many), (few, some)):
+        tiles = ceil_div(rows, tile.rows) * ceil_div(outputs, tile.columns)
+        if rows > smaller.rows and tiles >= BUSY_TILES:
+            return tile
+    return few
 
 
 def _many_outputs(rows: int) -> LinearConfig | None:

@@ -104,7 +104,7 @@ class FusedMaths:
         self.activation_dtype = dtype
         self._invariant = invariant
         self._scratch = LinearScratch(0, 0, device)
-        self.reason = "one choice of Triton tiles for any batch" if invariant else (
+        self.reason = "Triton tiles that add up in one order, for any batch" if invariant else (
             "cuBLAS, and Triton for few rows and for what lies between the products"
         )
 
