@@ -38,9 +38,9 @@ class Collected:
 def make_core(model, **args) -> EngineCore:
     defaults = {
         "distributed_executor_backend": "uni", "dtype": "float32", "max_num_seqs": 64, "max_model_len": 256,
-        "num_gpu_blocks_override": 2000,
+        "num_gpu_blocks_override": 2000, "device": DEVICE,
     }  # fmt: skip
-    return open_core(EngineArgs(model=str(model), device=DEVICE, **{**defaults, **args}), lambda: None)
+    return open_core(EngineArgs(model=str(model), **{**defaults, **args}), lambda: None)
 
 
 def make_request(

@@ -3,6 +3,7 @@ read."""
 
 import itertools
 import json
+import threading
 
 import numpy as np
 import pytest
@@ -52,10 +53,9 @@ def test_a_trace_that_cannot_be_written_is_an_error_at_start(tiny_model, tmp_pat
 
 
 def test_the_host_never_waits_inside_a_step(tiny_model):
-    """runner.step() returns while the device is held back: nothing in it reads a result."""
-    import threading
-
-    core = make_core(tiny_model("llama"))
+    """runner.step() returns while the device is held back: nothing in it reads a result. On a CPU, whose
+    stream runs what it is given in a thread; tests/gpu/cases_no_waiting.py is about GPUs."""
+    core = make_core(tiny_model("llama"), device="cpu")
     runner, gate = core._executor.runner, threading.Event()
     params = SamplingParams(max_tokens=30, ignore_eos=True)
     core.add([make_request(core, 0, [5, 6, 7], params)])

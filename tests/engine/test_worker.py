@@ -46,12 +46,16 @@ def requests(core: EngineCore, keys: Iterator[int] | range) -> list[EngineReques
     return [make_request(core, key, PROMPTS[key], PARAMS, seed=key) for key in keys]
 
 
-@pytest.fixture(scope="module")
-def expected(tiny_model: Callable[..., Path]) -> dict[int, list[int]]:
-    core = make_core(tiny_model("llama"), **SMALL)
+def undisturbed(model: Path, **args: str) -> dict[int, list[int]]:
+    core = make_core(model, **SMALL, **args)
     found = run(core, requests(core, range(8)))
     core.close()
     return {key: one.tokens for key, one in found.items()}
+
+
+@pytest.fixture(scope="module")
+def expected(tiny_model: Callable[..., Path]) -> dict[int, list[int]]:
+    return undisturbed(tiny_model("llama"))
 
 
 def poisoned(core: EngineCore, key: int) -> EngineRequest:
@@ -59,12 +63,15 @@ def poisoned(core: EngineCore, key: int) -> EngineRequest:
 
 
 def test_a_worker_takes_the_next_plan_while_a_step_is_not_done(
-    fault: Callable[[str], None], tiny_model: Callable[..., Path], expected: dict[int, list[int]]
+    fault: Callable[[str], None], tiny_model: Callable[..., Path]
 ) -> None:
+    """On a CPU, whose stream can be held."""
+    model = tiny_model("llama")
+    expected = undisturbed(model, device="cpu")
     fault("hold")
     core = make_core(
-        tiny_model("llama"), **SMALL, distributed_executor_backend="mp", spare_processes=False,
-        engine_progress_timeout=10.0,
+        model, **SMALL, distributed_executor_backend="mp", spare_processes=False,
+        engine_progress_timeout=10.0, device="cpu",
     )  # fmt: skip
     found = run(core, requests(core, range(8)))
     assert core._executor.restarts == 0

@@ -13,6 +13,7 @@ method then takes half a minute under it, and many where kernels are compiled, t
 from __future__ import annotations
 
 import argparse
+import itertools
 import os
 import sys
 import tempfile
@@ -30,6 +31,8 @@ from harness import make_core, make_request, run  # noqa: E402
 from tiny_models import make_tiny_model  # noqa: E402
 
 from slipstream.contracts.sampling_params import SamplingParams  # noqa: E402
+from slipstream.contracts.step import draft_limits  # noqa: E402
+from slipstream.scheduler.drafting import NoDrafting  # noqa: E402
 
 TOKENS = 8  # of an answer: under the sanitizer a step takes a second
 DRAFTS = {
@@ -37,6 +40,17 @@ DRAFTS = {
     "ngram": {"method": "ngram", "num_speculative_tokens": 3, "prompt_lookup_min": 1, "prompt_lookup_max": 3},
     "suffix": {"method": "suffix", "num_speculative_tokens": 4},
 }
+
+
+class EveryLimit(NoDrafting):
+    """Each number of drafts in its turn, whatever steps say of them: they may wait for their kernels."""
+
+    def __init__(self, most: int) -> None:
+        self.limit = most
+        self._limits = itertools.cycle(draft_limits(most))
+
+    def choose(self, lanes: int, tokens: int) -> int:
+        return next(self._limits)
 
 
 def params_of(kind: dict[str, Any]) -> SamplingParams:
@@ -62,6 +76,8 @@ def main() -> None:
                     num_gpu_blocks_override=22, max_model_len=64, enforce_eager=args.eager,
                     speculative_config=drafts,
                 )  # fmt: skip
+                if drafts is not None:
+                    core.scheduler._drafting = EveryLimit(drafts["num_speculative_tokens"])
                 requests = [
                     make_request(core, key, rng.integers(3, 250, 7 + 9 * (key % 5)).tolist(), kind, key)
                     for key, kind in enumerate(2 * kinds)
