@@ -37,12 +37,12 @@ class SampleStore:
         self._free_slots: list[int] = []
         self._tenancies = 0
         self._key_of = np.zeros(0, np.int64)
-        self._row_of = np.zeros(0, np.int32)
+        self._row_of = np.zeros(0, np.int64)
         self.watched = np.zeros(0, np.bool_)  # by slot
         self.awaited = np.zeros(0, np.bool_)
         self._drafts = np.zeros((3, 0), np.int64)  # steps that verified some, verified, taken, by slot
         self._free_rows: list[int] = []
-        self._length = np.zeros(1, np.int32)
+        self._length = np.zeros(1, np.int64)
         self._tokens = np.zeros((1, 64), np.int32)
 
     def __len__(self) -> int:
@@ -68,7 +68,7 @@ class SampleStore:
         self._samples += [None] * count
         self._free_slots += range(first + count - 1, first - 1, -1)
         self._key_of = np.concatenate((self._key_of, np.full(count, -1, np.int64)))
-        self._row_of = np.concatenate((self._row_of, np.full(count, _NOWHERE, np.int32)))
+        self._row_of = np.concatenate((self._row_of, np.full(count, _NOWHERE, np.int64)))
         self.watched = np.concatenate((self.watched, np.zeros(count, np.bool_)))
         self.awaited = np.concatenate((self.awaited, np.zeros(count, np.bool_)))
         self._drafts = np.concatenate((self._drafts, np.zeros((3, count), np.int64)), 1)
@@ -96,7 +96,7 @@ class SampleStore:
         slots = keys & _SLOT_MASK
         live = self._key_of[slots] == keys
         rows = np.where(live, self._row_of[slots], _NOWHERE)
-        if (rows < 0).any():
+        if np.count_nonzero(rows < 0):
             for place in np.flatnonzero((rows < 0) & (counts > 0)).tolist():
                 rows[place] = self._new_row(int(slots[place]))
             rows = np.maximum(rows, _NOWHERE)
@@ -104,7 +104,7 @@ class SampleStore:
         end = start + counts
         if len(end) and int(end.max()) > self._tokens.shape[1]:
             self._widen(int(end.max()))
-        if len(tokens) == len(keys) and counts.all():
+        if len(tokens) == len(keys) == np.count_nonzero(counts):
             self._tokens[rows, start] = tokens
         else:
             before = np.cumsum(counts) - counts
@@ -128,7 +128,7 @@ class SampleStore:
     def _new_row(self, slot: int) -> int:
         if not self._free_rows:
             count = len(self._length)
-            self._length = np.concatenate((self._length, np.zeros(count, np.int32)))
+            self._length = np.concatenate((self._length, np.zeros(count, np.int64)))
             self._tokens = np.concatenate((self._tokens, np.zeros_like(self._tokens)))
             self._free_rows += range(2 * count - 1, count - 1, -1)
         row = self._free_rows.pop()
@@ -231,7 +231,7 @@ class OutputProcessor:
         if outputs.drafted is not None:
             self._store.count_drafts(slots[live], outputs.drafted[live], outputs.num_tokens[live])
         told = self._store.awaited[slots] & (outputs.num_tokens > 0)
-        noted = np.flatnonzero(live & (self._store.watched[slots] | told | (outputs.finish != 0)))
+        noted = (live & (self._store.watched[slots] | told | (outputs.finish != 0))).nonzero()[0]
         self._store.awaited[slots[noted]] = False
         return self._advance(outputs, slots, noted) if len(noted) else ([], [])
 

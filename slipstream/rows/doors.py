@@ -146,7 +146,7 @@ class InDoor:
         self._open = []
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class HostRecord:
     """What the host learns of a step, int32: count_L, tokens appended; finish_L, codes; token_LQ, of which
     the first count are valid; drafted_L, drafts verified, or None where rows have none."""

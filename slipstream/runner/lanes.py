@@ -40,10 +40,12 @@ class PromptScore:
 
 @dataclass(frozen=True, slots=True)
 class LaneSet:
-    """num_logprobs: the most that any lane asked for, -1 for none. scored_lane: the lanes to which the lines
-    of the step's logprobs belong, one for each token they sample. drafts: that a lane verifies at most."""
+    """index_L: lane_row as int64, for NumPy's sake. num_logprobs: the most that any lane asked for, -1 for
+    none. scored_lane: the lanes to which the lines of the step's logprobs belong, one for each token they
+    sample. drafts: that a lane verifies at most."""
 
     lane_row: Array
+    index_L: Array
     lane_generation: Array
     query_len_L: Array
     num_tokens: int
@@ -92,6 +94,7 @@ def stage_exact(plan: StepPlan, table: RowTable, mirror: RowMirror, features: Se
     table.set_lanes("draft_limits", np.array((drafts, room), np.int32))
     return ExactLanes(
         plan.lane_row,
+        plan.lane_row.astype(np.int64),
         plan.lane_generation,
         plan.lane_query_len,
         int(plan.lane_query_len.sum()),
@@ -110,10 +113,11 @@ def stage_bucket(
     """The same for a bucketed step. Lanes beyond the plan's have one token in a step of decode lanes alone,
     none in others."""
     lanes, tokens = len(plan.lane_row), int(plan.lane_query_len.sum())
+    index_L = plan.lane_row.astype(np.int64)
     decode = plan.num_decode_lanes == lanes
     drafts, room = _draft_limits(plan, mirror)
-    used = [name for _, name in _used(mirror.features[plan.lane_row], features)]
-    num_logprobs = int(mirror.logprobs[plan.lane_row].max(initial=-1))
+    used = [name for _, name in _used(mirror.features[index_L], features)]
+    num_logprobs = int(mirror.logprobs[index_L].max(initial=-1))
     shape = shapes.find(
         lanes, tokens, decode=decode, features=used, num_logprobs=num_logprobs, drafts=drafts, room=room
     )
@@ -128,6 +132,7 @@ def stage_bucket(
     table.set_lanes("draft_limits", np.array((drafts, room), np.int32))
     return BucketLanes(
         plan.lane_row,
+        index_L,
         plan.lane_generation,
         plan.lane_query_len,
         tokens,

@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 
 from slipstream.contracts.limits import count_logprobs
-from slipstream.contracts.step import Admission, StepPlan
+from slipstream.contracts.step import Admission
 
 Array = np.ndarray
 
@@ -28,8 +28,8 @@ class RowMirror:
         self.prompt_len[row] = len(admission.request.prompt_token_ids)
         self.computed_bound[row] = admission.num_cached
 
-    def advance(self, plan: StepPlan) -> Array:
-        """int32 [L], the KV length bound of each lane after this step."""
-        bound_L: Array = self.computed_bound[plan.lane_row] + plan.lane_query_len
-        self.computed_bound[plan.lane_row] = bound_L
+    def advance(self, index_L: Array, query_len_L: Array) -> Array:
+        """int32 [L], the KV length bound of each lane after a step. index_L: the lanes' rows, int64."""
+        bound_L: Array = self.computed_bound[index_L] + query_len_L
+        self.computed_bound[index_L] = bound_L
         return bound_L

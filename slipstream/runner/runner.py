@@ -53,7 +53,7 @@ class ModelRunner:
         if len(plan.legal_row):
             self.table.constrain(plan)
         lanes = self._stage_lanes(plan)
-        bound_L = self._mirror.advance(plan)
+        bound_L = self._mirror.advance(lanes.index_L, lanes.query_len_L)
         scores = prompt_scores(lanes, self._mirror, bound_L)
         writes = self.table.flush()
         slot, record = self._records.take()

@@ -35,7 +35,7 @@ Scores = tuple[Tensor, Tensor, Tensor]
 SCORE_CHUNK = 256
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class StepWork:
     """What step() hands the stream. lanes: as the same tick staged them."""
 

@@ -61,14 +61,16 @@ class RowColumns:
             self.max_len.copy(), self.granted.copy(), self.drafted.copy(), self.accepted.copy(), steps,
         )
 
-    def append(self, rows: Array, counts: Array, tokens: Array) -> None:
+    def append(self, rows: Array, counts: Array, tokens: Array) -> Array:
         """Delivered tokens. rows [n]: all different; counts: int32 [n]; tokens: int32 [n, Q], of which the
-        first counts[i] are valid."""
+        first counts[i] are valid. Returns those, row after row."""
         place = self.token_start[rows] + self.length[rows]
-        for column in range(tokens.shape[1]):
-            if column == 0 and counts.all():
-                self.tokens_flat[place] = tokens[:, 0]
-                continue
-            more = counts > column
-            self.tokens_flat[place[more] + column] = tokens[more, column]
         self.length[rows] += counts
+        if tokens.shape[1] == 1 and np.count_nonzero(counts) == len(counts):
+            self.tokens_flat[place] = tokens[:, 0]
+            return tokens[:, 0]
+        column = np.arange(tokens.shape[1])
+        valid = column < counts[:, None]
+        taken: Array = tokens[valid]
+        self.tokens_flat[(place[:, None] + column)[valid]] = taken
+        return taken

@@ -68,23 +68,25 @@ class NoConstraints:
 def take_legal(columns: RowColumns, constraints: Constraints, lanes: Lanes, drafts: int) -> Legal:
     """The constrained lanes that sample in the step to be planned, with their masks and drafts; they are out
     of the steps after it until the next mask is there."""
-    lane = np.flatnonzero(columns.constrained[lanes.row] & lanes.samples)
+    lane = np.flatnonzero(columns.constrained[lanes.index] & lanes.samples)
     if not len(lane):
         return NO_MASKS
-    rows = lanes.row[lane]
+    rows = lanes.index[lane]
     columns.held[rows] = True
     legal, forced = constraints.legal(columns.key[rows].tolist(), drafts)
     # Only what was delivered is known of a decode row, so its length is exact; a prompt's end has no drafts.
     length = columns.length[rows]
     room = np.where(lane < len(lanes.decode_row), columns.max_len[rows] - length - 1, 0)
     forced[np.arange(forced.shape[1]) >= room[:, None]] = -1
-    return rows, legal, forced, length
+    return lanes.row[lane], legal, forced, length
 
 
 def advance(
     columns: RowColumns, constraints: Constraints, rows: Array, counts: Array, tokens: Array, finish: Array
 ) -> None:
     """What a step delivered, by row: the constrained ones that go on need their next mask."""
+    if not np.count_nonzero(columns.constrained):
+        return
     on = np.flatnonzero(columns.constrained[rows] & (counts > 0) & (finish == FINISH_NONE))
     if len(on):
         delivered = [tokens[lane, : counts[lane]].tolist() for lane in on.tolist()]

@@ -30,10 +30,11 @@ class Chunk:
 
 @dataclass(frozen=True, slots=True)
 class Lanes:
-    """row, generation, query_len: int32 [L]; samples: bool [L]; key: int64 [L]; decode_row: a view of row,
-    [D]."""
+    """row, generation, query_len: int32 [L]; samples: bool [L]; key: int64 [L]. index: row as int64, which
+    NumPy looks up three times as fast; decode_row: a view of that, [D]."""
 
     row: Array
+    index: Array
     generation: Array
     query_len: Array
     samples: Array
@@ -60,14 +61,14 @@ class Flight:
 def make_lanes(columns: RowColumns, decode_row: Array, chunks: list[Chunk]) -> Lanes:
     """decode_row: [D]. Bounds are settled: those of chunks after the first step of the set."""
     decodes = len(decode_row)
-    row = np.empty(decodes + len(chunks), np.int32)
-    row[:decodes] = decode_row
-    query_len = np.ones(len(row), np.int32)
-    samples = np.ones(len(row), np.bool_)
+    index = np.empty(decodes + len(chunks), np.int64)
+    index[:decodes] = decode_row
+    query_len = np.ones(len(index), np.int32)
+    samples = np.ones(len(index), np.bool_)
     for lane, chunk in enumerate(chunks, decodes):
-        row[lane], query_len[lane], samples[lane] = chunk.row, chunk.size, chunk.last
-    generation, key = columns.generation[row], columns.key[row]
-    return Lanes(row, generation, query_len, samples, key, row[:decodes], tuple(chunks))
+        index[lane], query_len[lane], samples[lane] = chunk.row, chunk.size, chunk.last
+    generation, key, row = columns.generation[index], columns.key[index], index.astype(np.int32)
+    return Lanes(row, index, generation, query_len, samples, key, index[:decodes], tuple(chunks))
 
 
 def take_chunk(columns: RowColumns, row: int, budget: int) -> Chunk:
@@ -102,7 +103,7 @@ def affordable_drafts(drafts: int, decodes: int, most_tokens: int, prompts_wait:
 NO_ROWS = empty_i32()
 NO_GRANTS: Grants = (NO_ROWS, NO_ROWS, NO_ROWS)
 NO_KEYS = np.empty(0, np.int64)
-EMPTY_LANES = Lanes(NO_ROWS, NO_ROWS, NO_ROWS, np.empty(0, np.bool_), NO_KEYS, NO_ROWS, ())
+EMPTY_LANES = Lanes(NO_ROWS, NO_KEYS, NO_ROWS, NO_ROWS, np.empty(0, np.bool_), NO_KEYS, NO_KEYS, ())
 
 
 def are_ending(columns: RowColumns, rows: Array, gains: Iterable[float]) -> bool:

@@ -12,7 +12,6 @@ from slipstream.contracts.step import Finish, PromptLogprobs, StepResult, TokenL
 from slipstream.scheduler.columns import Array
 from slipstream.scheduler.queue import Entry
 
-NO_TOKENS = np.empty((0, 1), np.int32)
 # Why a row ended with Finish.ERROR: in general, and where a grammar constrains it.
 ROW_FAILED = "the logits of this request were not finite, or no token was left to choose"
 NO_LEGAL_TOKEN = "structured_outputs: bans left no token that the grammar allows, or logits were not finite"
@@ -65,12 +64,8 @@ class News:
         self, keys: Array, counts: Array, tokens: Array, finish: Array, logprobs: TokenLogprobs | None,
         stats: EngineStats, drafted: Array | None = None,
     ) -> EngineOutputs:
-        """keys: int64 [n], the lanes with news; tokens: int32 [n, Q]. Takes everything collected."""
-        columns = tokens.shape[1]
-        if columns == 1 and counts.all():
-            flat = tokens.reshape(-1)
-        else:
-            flat = tokens[np.arange(columns) < counts[:, None]]
+        """keys: int64 [n], the lanes with news; tokens: int32, theirs, lane after lane. Takes everything
+        collected."""
         if self._ended:
             extra = len(self._ended)
             keys = np.concatenate((keys, np.array(self._ended, np.int64)))
@@ -79,7 +74,7 @@ class News:
             logprobs = _padded(logprobs, extra)
             drafted = None if drafted is None else np.concatenate((drafted, np.zeros(extra, np.int32)))
         taken = EngineOutputs(
-            keys, counts, flat, finish, logprobs, self._pieces, self._cached, self._errors, stats,
+            keys, counts, tokens, finish, logprobs, self._pieces, self._cached, self._errors, stats,
             self._admitted, drafted=drafted,
         )
         self._pieces, self._cached, self._errors, self._ended, self._admitted = [], [], [], [], []

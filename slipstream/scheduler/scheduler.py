@@ -38,7 +38,7 @@ from slipstream.scheduler.lanes import (
     quiet_tokens,
     take_chunk,
 )
-from slipstream.scheduler.news import NO_LEGAL_TOKEN, NO_TOKENS, ROW_FAILED, News, pick_logprobs
+from slipstream.scheduler.news import NO_LEGAL_TOKEN, ROW_FAILED, News, pick_logprobs
 from slipstream.scheduler.queue import Entry, WaitingQueue
 from slipstream.scheduler.tenancy import Tenancy
 
@@ -286,7 +286,7 @@ class Scheduler:
         if changed:
             self._lanes = make_lanes(self._columns, rows, chunks)
             self._in_lanes[:] = False
-            self._in_lanes[self._lanes.row] = True
+            self._in_lanes[self._lanes.index] = True
         self._length_bound = length_bound(self._columns, self._lanes, width)
         # A set with chunks is good for one step.
         self._stale = bool(chunks)
@@ -301,7 +301,7 @@ class Scheduler:
         flight = self._flight.popleft()
         assert flight.step == result.step, f"result of step {result.step}, expected {flight.step}"
         lanes, all_owned = flight.lanes, flight.departures == self._rows.departures
-        owned = None if all_owned else self._columns.generation[lanes.row] == lanes.generation
+        owned = None if all_owned else self._columns.generation[lanes.index] == lanes.generation
         for lane, chunk in enumerate(lanes.chunks, len(lanes.decode_row)):
             if owned is None or owned[lane]:
                 self._rows.computed(chunk.row, chunk.end)
@@ -310,20 +310,20 @@ class Scheduler:
                 self._news.scored(self._rows.owner(piece.row), piece)
         counts, tokens, finish, picked = result.num_tokens, result.tokens, result.finish, None
         drafted = self._verified(flight, result, owned, seconds) if self.config.tokens_per_step > 1 else None
-        rows, keys = lanes.row, lanes.key
-        if owned is not None or not counts.all():
+        rows, keys = lanes.index, lanes.key
+        if owned is not None or np.count_nonzero(counts) < len(counts):
             has_news = (counts > 0) | (finish != FINISH_NONE)
             picked = np.flatnonzero(has_news if owned is None else has_news & owned)
             rows, keys = rows[picked], keys[picked]
             counts, tokens, finish = counts[picked], tokens[picked], finish[picked]
             drafted = None if drafted is None else drafted[picked]
-        self._columns.append(rows, counts, tokens)
+        taken = self._columns.append(rows, counts, tokens)
         advance(self._columns, self._constraints, rows, counts, tokens, finish)
-        if finish.any():
+        if np.count_nonzero(finish):
             self._finish(rows, finish)
         self._counts.steps += 1
         scores = pick_logprobs(result, picked)
-        return self._news.outputs(keys, counts, tokens, finish, scores, self.stats(), drafted)
+        return self._news.outputs(keys, counts, taken, finish, scores, self.stats(), drafted)
 
     def _verified(
         self, flight: Flight, result: StepResult, owned: Array | None, seconds: float
@@ -357,7 +357,7 @@ class Scheduler:
         self.fail(self.waiting.overdue(), OVERDUE)
         if not self._news and not always:
             return None
-        return self._news.outputs(NO_KEYS, NO_ROWS, NO_TOKENS, NO_ROWS, None, self.stats())
+        return self._news.outputs(NO_KEYS, NO_ROWS, NO_ROWS, NO_ROWS, None, self.stats())
 
     # State.
 
