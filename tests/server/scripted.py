@@ -8,6 +8,7 @@ read.
 from __future__ import annotations
 
 import asyncio
+import time
 from collections.abc import AsyncGenerator, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -95,7 +96,7 @@ class ScriptedEngine:
         try:
             whole: dict[int, CompletionOutput] = {}
             for output in self._steps(ids, params, request_id):
-                await asyncio.sleep(self.delay)
+                await _sleep(self.delay)
                 self._maybe_fail()
                 if params.output_kind == RequestOutputKind.DELTA:
                     yield output
@@ -137,6 +138,14 @@ class ScriptedEngine:
                 first = _prompt_scores(ids, params) if position == 0 else None
                 steps.append(RequestOutput(request_id, None, ids, [piece], last, prompt_logprobs=first))
         return steps
+
+
+async def _sleep(seconds: float) -> None:
+    """No less than this: timers of event loops may be up to a millisecond early."""
+    due = time.perf_counter() + seconds
+    await asyncio.sleep(seconds)
+    while (left := due - time.perf_counter()) > 0:
+        await asyncio.sleep(left)
 
 
 def _add(whole: dict[int, CompletionOutput], piece: CompletionOutput) -> None:

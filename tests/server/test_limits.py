@@ -175,10 +175,14 @@ def test_many_ids_are_decoded_a_piece_at_a_time_off_the_loop(
 
 
 @pytest.mark.parametrize("stream", [False, True])
-def test_a_request_that_waits_too_long_for_a_row_gets_a_503(model: Path, stream: bool) -> None:
-    options = ServerOptions(max_queue_seconds=0.3)
-    with real_server(model, max_num_seqs=1, options=options) as live, ThreadPoolExecutor(1) as pool:
-        long = {"prompt": "hi", "max_tokens": 240, "min_tokens": 240, "temperature": 0}
+def test_a_request_that_waits_too_long_for_a_row_gets_a_503(
+    tiny_model: Callable[..., Path], stream: bool
+) -> None:
+    """A long answer takes several times as long as others wait."""
+    model = make_text_model(tiny_model, max_position_embeddings=1024)
+    options, flags = ServerOptions(max_queue_seconds=0.2), {"max_num_seqs": 1, "max_model_len": 1024}
+    with real_server(model, options, **flags) as live, ThreadPoolExecutor(1) as pool:
+        long = {"prompt": "hi", "max_tokens": 1000, "min_tokens": 1000, "temperature": 0}
         alone = live.raw_json("/v1/completions", long)["choices"]
         first = pool.submit(lambda: [live.raw_json("/v1/completions", long) for _ in range(4)])
         assert wait_for(lambda: live.metric("num_requests_running") == 1)
