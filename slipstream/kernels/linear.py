@@ -108,10 +108,6 @@ def choose_linear_config(
     return _few_rows(op, rows, outputs, inputs) if rows <= 16 else _more_rows(op, rows, outputs, inputs)
 
 
-# What follows extends the measured shapes to others: small layers gain from weights read straight into
-# registers, large ones stream at cuBLAS's speed from two rows on.
-
-
 def _invariant_tile(rows: int, outputs: int) -> LinearConfig:
     """The largest that is not mostly padding and leaves few multiprocessors idle."""
     few, some, many, most = INVARIANT
@@ -122,6 +118,10 @@ def _invariant_tile(rows: int, outputs: int) -> LinearConfig:
         if rows > smaller.rows and tiles >= BUSY_TILES:
             return tile
     return few
+
+
+# What follows extends the measured shapes to others: small layers gain from weights read straight into
+# registers, large ones stream at cuBLAS's speed from two rows on.
 
 
 def _many_outputs(rows: int) -> LinearConfig | None:
