@@ -26,6 +26,7 @@ from slipstream.grammar import guidance
 NGRAM = {"method": "ngram", "num_speculative_tokens": 4, "prompt_lookup_min": 1}
 # Random weights would talk on for ever: texts are led to their ends.
 LEAD = {BYTE_ZERO + ord(char): bias for char, bias in {'"': 7, "}": 8, "]": 8, ",": 6, "n": 3}.items()}
+# Many short rows in a small pool: which of them preempt others depends on when their masks come.
 TIGHT = {"num_gpu_blocks_override": 260, "block_size": 4, "max_num_seqs": 48}
 ENGINES = {
     "steps in flight": {},

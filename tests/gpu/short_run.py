@@ -13,7 +13,6 @@ method then takes half a minute under it, and many where kernels are compiled, t
 from __future__ import annotations
 
 import argparse
-import itertools
 import os
 import sys
 import tempfile
@@ -27,12 +26,12 @@ sys.path[:0] = [str(ROOT / folder) for folder in ("", "tests", "tests/gpu")]
 os.environ["SLIPSTREAM_TEST_DEVICE"] = "cuda"
 
 from cases_no_waiting import KINDS  # noqa: E402
+from drafting import Scripted  # noqa: E402
 from harness import make_core, make_request, run  # noqa: E402
 from tiny_models import make_tiny_model  # noqa: E402
 
 from slipstream.contracts.sampling_params import SamplingParams  # noqa: E402
 from slipstream.contracts.step import draft_limits  # noqa: E402
-from slipstream.scheduler.drafting import NoDrafting  # noqa: E402
 
 TOKENS = 8  # of an answer: under the sanitizer a step takes a second
 DRAFTS = {
@@ -40,17 +39,6 @@ DRAFTS = {
     "ngram": {"method": "ngram", "num_speculative_tokens": 3, "prompt_lookup_min": 1, "prompt_lookup_max": 3},
     "suffix": {"method": "suffix", "num_speculative_tokens": 4},
 }
-
-
-class EveryLimit(NoDrafting):
-    """Each number of drafts in its turn, whatever steps say of them: they may wait for their kernels."""
-
-    def __init__(self, most: int) -> None:
-        self.limit = most
-        self._limits = itertools.cycle(draft_limits(most))
-
-    def choose(self, lanes: int, tokens: int) -> int:
-        return next(self._limits)
 
 
 def params_of(kind: dict[str, Any]) -> SamplingParams:
@@ -77,7 +65,9 @@ def main() -> None:
                     speculative_config=drafts,
                 )  # fmt: skip
                 if drafts is not None:
-                    core.scheduler._drafting = EveryLimit(drafts["num_speculative_tokens"])
+                    # Each number in its turn, whatever steps say of them: they may wait for their kernels.
+                    limits = draft_limits(drafts["num_speculative_tokens"])
+                    core.scheduler._drafting = Scripted(lambda step, of=limits: of[step % len(of)])
                 requests = [
                     make_request(core, key, rng.integers(3, 250, 7 + 9 * (key % 5)).tolist(), kind, key)
                     for key, kind in enumerate(2 * kinds)
